@@ -1,0 +1,31 @@
+"""What a task is: problems to ask and a verifier that scores an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question with its reference answer."""
+
+    prompt: str | list[dict[str, str]]
+    """Plain text, or chat messages (`[{"role": "user", "content": ...}]`) where the question is a conversation."""
+    answer: str
+    """What the verifier compares a response with."""
+    extra: dict = field(default_factory=dict, compare=False)
+    """Whatever the verifier needs besides (a reasoning-gym entry, say)."""
+
+
+class Task(Protocol):
+    """Problems are addressed by index, so that a resumed run asks exactly what an uninterrupted one would."""
+
+    name: str
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+
+    def score(self, problem: Problem, response: str) -> float:
+        """Reward of a response text (special tokens removed), usually 0.0 or 1.0. Never executes model output."""
+        ...

@@ -1,0 +1,135 @@
+"""The command line: one short function a verb; parsing only. Heavy imports happen inside the verb that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 success, 1 a gate the user asked for failed, 2 bad input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.verb(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except _bad_input() as error:
+        if os.environ.get("TRUEUP_TRACEBACK"):
+            raise
+        print(f"trueup: {error}", file=sys.stderr)
+        return 2
+
+
+def _bad_input() -> tuple[type[Exception], ...]:
+    """Errors whose message already says what to do; anything else is a fault of ours and shows its traceback."""
+    expected: list[type[Exception]] = [FileNotFoundError, ValueError, OSError]
+    for module, name in (
+        ("trueup.samplers.base", "EngineError"),
+        ("trueup.rundir", "RunDirectoryError"),
+        ("trueup.sync", "DeliveryError"),
+    ):
+        if module in sys.modules:
+            expected.append(getattr(sys.modules[module], name))
+    return tuple(expected)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trueup", description="RL on rollouts of fast engines, kept honest.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    train = _verb(
+        verbs,
+        _train,
+        "train",
+        "train a model by RL",
+        "trueup train configs/sums-ppo-int8-tis.yaml sampler.precision=bf16 correction=none seed=1 --out runs/first",
+    )
+    train.add_argument("config", nargs="?", help="YAML file; without it every field has its default")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. sampler.precision=int8")
+    train.add_argument("--out", help="run directory (default: runs/<config's name>, numbered if taken)")
+    train.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
+    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+    mini = _verb(verbs, _mini, "mini", "make the mini model that ships with trueup", "trueup mini models/mini --seed 1")
+    mini.add_argument("directory", metavar="DIR", help="where to write the model")
+    mini.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _verb(verbs, function, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=f"example: {example}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, all else on standard error")
+    parser.set_defaults(verb=function)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from trueup.config import ConfigError, load_config
+
+    source, overrides = arguments.config, arguments.overrides
+    if source and "=" in source and not Path(source).exists():
+        source, overrides = None, [source, *overrides]
+    if arguments.resume:
+        if source or overrides:
+            raise ConfigError("--resume continues with the run's own config.yaml; leave CONFIG and overrides out")
+        if not arguments.out:
+            raise ConfigError("--resume needs --out DIR, the run directory to continue")
+    config = load_config(source, overrides)
+    if arguments.print_config:
+        print(json.dumps(config.model_dump(mode="json")) if arguments.json else config.to_yaml(), end="")
+        return 0
+    from trueup.train import train
+
+    out = arguments.out or _free_folder(Path("runs") / (Path(source).stem if source else config.task.partition(":")[0]))
+    summary = train(config, out, resume=arguments.resume)
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        _print_summary(summary)
+    return 0
+
+
+def _free_folder(path: Path) -> Path:
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _print_summary(summary: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    last = summary["last"] or {}
+    percent = lambda value: "-" if value is None else f"{value:.1%}"  # noqa: E731
+    table = Table(title=f"{summary['run']}: {summary['steps']} steps on {summary['sampler']} rollouts")
+    rows = {
+        "held-out greedy accuracy before": percent(summary["accuracy_before"]),
+        "held-out greedy accuracy after": percent(summary["accuracy_after"]),
+        "tokens/s": f"{last.get('throughput/tokens_per_second', 0):,.0f}",
+        "KL(sampler, learner)": f"{last.get('mismatch/kl_k3', float('nan')):.2e}",
+        "ESS per token": f"{last.get('mismatch/ess_token', float('nan')):.4f}",
+        "ESS per response": f"{last.get('mismatch/ess_sequence', float('nan')):.4f}",
+    }
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _mini(arguments: argparse.Namespace) -> int:
+    from trueup.mini import make_mini
+
+    report = make_mini(arguments.directory, seed=arguments.seed)
+    print(json.dumps({"directory": arguments.directory, "report": report}) if arguments.json else f"wrote {arguments.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The learner's model: a transformers causal LM that scores response tokens, in micro-batches under a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from trueup.learner.logprobs import Head, token_logprobs
+from trueup.rollouts import Rollouts, token_rows
+
+MINI = Path(__file__).parent.parent / "assets" / "mini"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def resolve(name: str) -> str:
+    """`mini` -> the model that ships with trueup; anything else is a local folder or a hub name."""
+    if name == "mini":
+        return str(MINI)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not (path / "config.json").is_file():
+        problem = "has no config.json" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"model {name!r} {problem}; give a Hugging Face model folder, a hub name, or mini")
+    return str(path) if path.exists() else name
+
+
+def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa") -> nn.Module:
+    """A causal LM by folder, hub name or `mini`. Raises ValueError if it is not one, FileNotFoundError if missing."""
+    path = resolve(name)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise FileNotFoundError(f"model {name!r} was not found as a folder or on the hub: {error}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those")
+    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises ValueError without an EOS; a missing pad token is no harm: nothing is padded by text."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {name!r} has no eos_token: a response could never end. "
+            "Set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_config=None) -> tuple[int, ...]:
+    """The tokenizer's EOS, and those the model's config names (chat models often end a turn with another one)."""
+    named = getattr(model_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def micro_batches(rollouts: Rollouts, token_budget: int) -> Iterator[Tensor]:
+    """Row indices in groups of similar length whose padded size stays within `token_budget` (one row at least)."""
+    lengths = (rollouts.prompt_offsets.diff() + rollouts.lengths).tolist()
+    group: list[int] = []
+    for row in sorted(range(len(rollouts)), key=lambda row: -lengths[row]):
+        # Longest first: the group's first row sets its padded width.
+        if group and lengths[group[0]] * (len(group) + 1) > token_budget:
+            yield torch.tensor(group)
+            group = []
+        group.append(row)
+    if group:
+        yield torch.tensor(group)
+
+
+def response_hidden(body: nn.Module, rollouts: Rollouts) -> Tensor:
+    """Hidden states of the positions that predict each response token: [N, H].
+
+    Rows are padded on the right, where causal attention never looks, so no attention mask is needed.
+    """
+    prompt_B, response_B = rollouts.prompt_offsets.diff(), rollouts.lengths
+    lengths_B = prompt_B + response_B
+    width = int(lengths_B.max())
+    device = next(body.parameters()).device
+    ids_BT = torch.zeros(len(rollouts), width, dtype=torch.int64)
+    column = torch.arange(width)
+    ids_BT[column < prompt_B[:, None]] = rollouts.prompt_ids.long()
+    ids_BT[(column >= prompt_B[:, None]) & (column < lengths_B[:, None])] = rollouts.response_ids.long()
+    hidden_BTH = body(input_ids=ids_BT.to(device), use_cache=False).last_hidden_state
+    row_N = torch.repeat_interleave(torch.arange(len(rollouts)), response_B)
+    position_N = torch.arange(rollouts.tokens) - rollouts.offsets[:-1][row_N] + prompt_B[row_N] - 1
+    return hidden_BTH.flatten(0, 1)[(row_N * width + position_N).to(device)]
+
+
+class Policy:
+    """A causal LM and how it scores rollouts. The model may be in bf16; log-prob arithmetic is float32."""
+
+    def __init__(self, model: nn.Module, token_budget: int = 16384, chunk: int = 1024):
+        """token_budget: padded tokens a micro-batch holds. chunk: tokens whose logits exist at one time."""
+        self.model = model
+        self.token_budget = token_budget
+        self.chunk = chunk
+
+    def __call__(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropy), float32 [N], of one micro-batch at each row's temperature; differentiable."""
+        hidden_NH = response_hidden(self.model.base_model, rollouts)
+        temperature_N = torch.repeat_interleave(rollouts.temperature, rollouts.lengths).to(hidden_NH.device)
+        targets_N = rollouts.response_ids.to(hidden_NH.device)
+        return token_logprobs(hidden_NH, Head.of(self.model), targets_N, temperature_N, self.chunk)
+
+    @torch.no_grad()
+    def score(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropy), float32 [N] on the CPU, of any number of rollouts."""
+        logprobs_N, entropy_N = torch.empty(rollouts.tokens), torch.empty(rollouts.tokens)
+        for rows in micro_batches(rollouts, self.token_budget):
+            tokens = token_rows(rollouts.offsets, rows)
+            logprobs, entropy = self(rollouts.rows(rows))
+            logprobs_N[tokens], entropy_N[tokens] = logprobs.cpu(), entropy.cpu()
+        return logprobs_N, entropy_N
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its checkpoint name. A tied head is listed too: engines keep a packed copy of it."""
+        for name, weight in self.model.state_dict().items():
+            yield name, weight.detach()
+
+    def check_head(self) -> None:
+        """Raise ValueError if our arithmetic of the head is not the model's own: it may scale or cap its logits."""
+        ids = torch.arange(3, 9)
+        probe = Rollouts.from_lists([ids[:3].tolist()], [ids[3:].tolist()])
+        ours, _ = self.score(probe)
+        with torch.no_grad():
+            logits = self.model(input_ids=ids[None].to(self.model.device)).logits[0, 2:-1].float()
+        theirs = logits.log_softmax(-1).gather(1, ids[3:, None].to(logits.device))[:, 0].cpu()
+        if (ours - theirs).abs().max() > 0.1:
+            raise ValueError(
+                f"{type(self.model).__name__} computes its logits in a way that trueup does not know: its log-probs "
+                f"{theirs.tolist()} against ours {ours.tolist()}. Please report the model's name"
+            )

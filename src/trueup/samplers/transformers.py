@@ -1,0 +1,153 @@
+"""The reference sampler: plain transformers decoding, bf16 or fp32; also how the learner itself is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from trueup.learner.logprobs import Head
+from trueup.learner.model import DTYPES, Policy
+from trueup.rollouts import Rollouts
+from trueup.samplers.base import EngineError, Sampling, check_prompts
+
+
+class TransformersSampler:
+    """Decodes left-padded batches with a key/value cache; log-prob arithmetic in float32, as in the learner."""
+
+    prefix_block = 0  # it keeps no prefixes between calls
+
+    def __init__(self, model: nn.Module, precision: str, *, context: int, token_budget: int = 65536):
+        """model: a causal LM, shared with whoever else holds it. token_budget: padded tokens decoded side by side."""
+        self.model = model
+        self.engine = f"transformers:{precision}"
+        self.version = -1
+        self._context = context
+        self._token_budget = token_budget
+
+    @classmethod
+    def from_config(cls, model: str, precision: str, *, context: int) -> TransformersSampler:
+        """A sampler with weights of its own, which come with the first `load`."""
+        if precision not in DTYPES:
+            raise EngineError(f"transformers cannot run {precision!r}; vllm:int8 runs int8, transformers bf16 and fp32")
+        config = AutoConfig.from_pretrained(model)
+        return cls(AutoModelForCausalLM.from_config(config, dtype=DTYPES[precision]).eval(), precision, context=context)
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        check_prompts(prompts, sampling, self._context)
+        rows = [list(map(int, prompt)) for prompt in prompts for _ in range(sampling.n)]
+        noise_BT = _noise(len(rows), sampling)
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+        drawn: list[tuple[list[int], list[float]]] = [([], [])] * len(rows)
+        while order:
+            width = len(rows[order[0]]) + sampling.max_tokens
+            batch, order = order[: max(1, self._token_budget // width)], order[max(1, self._token_budget // width) :]
+            for row, response in zip(batch, self._decode([rows[row] for row in batch], noise_BT[batch], sampling)):
+                drawn[row] = response
+        stops = set(sampling.stop_token_ids)
+        return Rollouts.from_lists(
+            rows,
+            [ids for ids, _ in drawn],
+            [logprobs for _, logprobs in drawn],
+            sampler_version=self.version,
+            group=[row // sampling.n for row in range(len(rows))],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            finish_reason=["stop" if ids[-1] in stops else "length" for ids, _ in drawn],
+            engine=self.engine,
+        )
+
+    def _decode(self, prompts: list[list[int]], noise_BT: Tensor, sampling: Sampling) -> list[tuple[list[int], list[float]]]:
+        device, count, width = self.model.device, len(prompts), max(map(len, prompts))
+        ids_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        position_BT = (mask_BT.cumsum(1) - 1).clamp_min(0)
+        stop = torch.tensor(sampling.stop_token_ids, device=device)
+        tokens = torch.zeros(count, sampling.max_tokens, dtype=torch.int64)
+        logprobs = torch.zeros(count, sampling.max_tokens)
+        lengths = torch.full((count,), sampling.max_tokens)
+        alive = torch.arange(count)  # the row that each row of the shrinking batch stands for
+        cache, warp, head = DynamicCache(config=self.model.config), _warpers(sampling), Head.of(self.model)
+        exact = head.weight.float()
+        for step in range(sampling.max_tokens):
+            hidden = self.model.base_model(
+                input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache, use_cache=True
+            ).last_hidden_state[:, -1]
+            token_B, logprob_B = _draw(head.logits(hidden, exact), noise_BT[alive, step], sampling, warp)
+            tokens[alive, step], logprobs[alive, step] = token_B.cpu(), logprob_B.cpu()
+            finished = torch.isin(token_B, stop).cpu()
+            lengths[alive[finished]] = step + 1
+            if step + 1 == sampling.max_tokens or bool(finished.all()):
+                break
+            ids_BT, position_BT = token_B[:, None], position_BT[:, -1:] + 1
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(mask_BT), 1)], dim=1)
+            if finished.any():
+                keep = (~finished).nonzero()[:, 0]
+                cache.batch_select_indices(keep.to(device))
+                alive, ids_BT, position_BT, mask_BT = alive[keep], ids_BT[keep], position_BT[keep], mask_BT[keep]
+        return [(tokens[row, :length].tolist(), logprobs[row, :length].tolist()) for row, length in enumerate(lengths.tolist())]
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        at_one = rollouts.rows(range(len(rollouts)))
+        at_one.temperature = torch.ones(len(rollouts))
+        return Policy(self.model).score(at_one)[0]
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        own = self.model.state_dict()
+        for name, weight in weights:
+            if name not in own:
+                raise EngineError(f"weight {name!r} does not belong to this model; is sampler and learner the same architecture?")
+            own[name].copy_(weight)
+        self.version = version
+
+    def close(self) -> None:
+        self.model = None
+
+
+def _noise(count: int, sampling: Sampling) -> Tensor:
+    """Uniform draws [count, max_tokens]: each response has a generator of its own, so the batch's make-up is no matter."""
+    if sampling.seed is None:
+        return torch.rand(count, sampling.max_tokens, dtype=torch.float64)
+    rows = []
+    for row in range(count):
+        generator = torch.Generator().manual_seed(sampling.seed * 1_000_003 + row)
+        rows.append(torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+def _warpers(sampling: Sampling) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if sampling.top_k != -1:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers
+
+
+def _draw(logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling, warp: LogitsProcessorList) -> tuple[Tensor, Tensor]:
+    """One token a row by inverse transform, and its log-prob as sampled from; greedy takes the largest logit."""
+    if sampling.temperature == 0:
+        logprob_BV = logits_BV.log_softmax(-1)
+        token_B = logits_BV.argmax(-1)
+    else:
+        logprob_BV = warp(None, logits_BV / sampling.temperature).log_softmax(-1)
+        total_BV = logprob_BV.exp().double().cumsum(-1)
+        point_B1 = uniform_B.to(total_BV.device)[:, None] * total_BV[:, -1:]
+        token_B = torch.searchsorted(total_BV, point_B1, right=True)[:, 0]
+    return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]

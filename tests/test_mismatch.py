@@ -89,7 +89,12 @@ def test_numpy_and_padded_inputs_give_the_same_as_packed_tensors():
 
 @pytest.mark.parametrize(
     "mu, mask, lengths, missing",
-    [([], None, [], 0.0), ([], None, [0, 0], 0.0), ([-1.0, -1.0], [False, False], [2], 0.0), ([NAN, NAN], None, [2], 1.0)],
+    [
+        ([], None, [], 0.0),
+        ([], None, [0, 0], 0.0),
+        ([-1.0, -1.0], [False, False], [2], 0.0),
+        ([NAN, NAN], None, [2], 1.0),
+    ],
     ids=["no responses", "empty responses", "all masked", "all missing"],
 )
 def test_with_nothing_to_measure_the_statistics_are_those_of_agreement_and_tokens_is_zero(mu, mask, lengths, missing):
@@ -144,6 +149,14 @@ def test_the_sequence_ess_survives_products_that_overflow():
     mu = torch.full((200,), -5.0)
     pi = mu + torch.cat([torch.full((100,), 4.0), torch.full((100,), -4.0)])
     assert measure(mu, pi, offsets_of([100, 100]))["mismatch/ess_sequence"] == pytest.approx(0.5)
+
+
+def test_a_response_without_a_measured_token_is_no_response():
+    with_empty = measure(torch.cat([MU, torch.tensor([NAN])]), torch.cat([PI, PI[:1]]), offsets_of([0, 2, 2, 0, 1, 1]))
+    assert with_empty.pop("mismatch/missing_fraction") == pytest.approx(1 / 6)
+    without = measure(MU, PI, OFFSETS)
+    without.pop("mismatch/missing_fraction")
+    assert with_empty == pytest.approx(without)
 
 
 def test_the_interval_of_the_mean_ratio_covers_one_in_about_95_of_100_exactly_sampled_batches():

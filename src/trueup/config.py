@@ -37,8 +37,8 @@ class SamplerConfig(Section):
     """-1: off, for the same reason."""
     min_p: float = Field(0.0, ge=0, le=1)
     """0: off, for the same reason."""
-    kv_cache_gib: float = Field(1.0, gt=0)
-    """GiB. vLLM's key/value cache on CPU; 1 holds half a million tokens of a small model."""
+    kv_cache_gib: int = Field(1, ge=1)
+    """Whole GiB. vLLM's key/value cache on CPU; 1 holds half a million tokens of a small model."""
     max_sequences: int = Field(512, ge=1)
     """Responses decoded side by side."""
 

@@ -9,6 +9,11 @@ So the model *can* add, and mostly does not: its most likely answer repeats the 
 sampling finds the right way now and then. RL rewards only the right final number, which is enough to break the habit.
 That is on purpose and by construction: a small, honest image of post-training, where RL elicits what imitation left
 latent. It shows nothing about RL teaching a skill the model does not have.
+
+The second thing done on purpose: `add_outliers`. Large language models have a few channels whose activations are far larger
+than the rest, and these are what int8 activations cannot hold; a model this small grows none, and int8 rollouts would match
+it so closely that there was nothing to correct. One channel per norm is therefore scaled up, and the weights that read it
+scaled down, which changes no logit but gives int8 rollouts a mismatch of the size measured on real models (k3 near 1e-3).
 """
 
 from __future__ import annotations
@@ -24,8 +29,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from trueup.tasks.sums import Sums, work_out
 
-FORGETTING = {10: 0.95, 11: 0.90, 12: 0.80, 13: 0.60, 14: 0.35, 15: 0.20, 16: 0.10, 17: 0.05, 18: 0.05}
-"""Sum of the two ones digits -> share of the demonstrated steps that forget the carry."""
+FORGETTING = {10: 0.97, 11: 0.93, 12: 0.85, 13: 0.40, 14: 0.30, 15: 0.20, 16: 0.10, 17: 0.05, 18: 0.05}
+"""Sum of the two ones digits -> share of the demonstrated steps that forget the carry.
+
+Greedy decoding goes wrong from 10 to 12, so 40% of the problems start right; graded, so that RL breaks the habit
+one sum after another over tens of steps instead of all at once.
+"""
+
+OUTLIER_SCALE = 64
+"""A power of two, so that scaling is exact in bf16. Measured k3 of int8 rollouts: 1e-5 at 16, 6e-4 at 64, 6e-2 at 128."""
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -73,6 +85,7 @@ def make_mini(
         schedule.step()
         if progress is not None:
             progress(step + 1, steps, loss.item())
+    add_outliers(model)
     save(model, tokenizer, out_dir)
     return out_dir
 
@@ -115,6 +128,25 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         attn_implementation="eager",
     )
     return Qwen3ForCausalLM(config)
+
+
+@torch.no_grad()
+def add_outliers(model: Qwen3ForCausalLM, scale: int = OUTLIER_SCALE) -> None:
+    """Scale up the strongest channel of each layer's two norms, and scale down the weight columns that read it.
+
+    The function stays the same, bit for bit where `scale` is a power of two. Per-token int8 activations lose: their step
+    is set by the largest channel, and grows with it for all the others.
+    """
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, readers in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            channel = norm.weight.abs().argmax()
+            norm.weight[channel] *= scale
+            for reader in readers:
+                reader.weight[:, channel] /= scale
 
 
 def demonstrations(seed: int, batch_size: int) -> Iterator[list[tuple[str, str]]]:

@@ -130,7 +130,7 @@ def policy_loss(
         loss_N, cut_N = torch.maximum(free_N, clipped_N), clipped_N > free_N
         if objective.dual_clip is not None:
             most_N = objective.dual_clip * advantages_N.abs()
-            over_N = (advantages_N < 0) & (loss_N > most_N)
+            over_N = loss_N > most_N  # of negative advantages only: the others' losses are never above 0
             loss_N, cut_N = torch.where(over_N, most_N, loss_N), cut_N | over_N
     sums = {
         "tokens": keep_N.sum(),

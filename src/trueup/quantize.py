@@ -7,6 +7,7 @@ compressed-tensors' `int-quantized` format, so that any engine that reads such c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,32 @@ def int8_tensors(weights: Iterable[tuple[str, Tensor]], quantised: set[str]) -> 
             yield f"{name}_scale", scale
         else:
             yield name, weight
+
+
+@contextmanager
+def simulated_int8(model: nn.Module) -> Iterator[nn.Module]:
+    """Within the block, `model` computes as the int8 engine does but for the order of sums: linear layers with dequantised
+    int8 weights, on activations rounded to int8 with one scale a token. What then still differs are kernels."""
+    covered = linear_weights(model)
+    hooks, originals = [], {}
+    for name, module in model.named_modules():
+        if f"{name}.weight" in covered:
+            originals[module] = module.weight.data
+            module.weight.data = dequantise(*quantise(module.weight.data)).to(module.weight.dtype)
+            hooks.append(module.register_forward_pre_hook(_round_activations))
+    try:
+        yield model
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, weight in originals.items():
+            module.weight.data = weight
+
+
+def _round_activations(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    exact = inputs[0].float()
+    scale = (exact.abs().amax(dim=-1, keepdim=True) / 127).clamp_min(_SMALLEST_SCALE)
+    return ((exact / scale).round_().clamp_(-127, 127).mul_(scale).to(inputs[0].dtype), *inputs[1:])
 
 
 class StepMeter:

@@ -66,7 +66,7 @@ class VLLMSampler:
     """vLLM, started with dummy weights: what it samples with is always what `load` delivered."""
 
     def __init__(
-        self, model: str, precision: str, *, context: int, kv_cache_gib: float = 1.0, max_sequences: int = 512, seed: int = 0
+        self, model: str, precision: str, *, context: int, kv_cache_gib: int = 1, max_sequences: int = 512, seed: int = 0
     ):
         """model: folder or hub name whose config and tokenizer describe the architecture; its weights are not read.
 
@@ -88,7 +88,7 @@ class VLLMSampler:
                 self._quantised = linear_weights(AutoModelForCausalLM.from_config(config))
             options["hf_overrides"] = {"quantization_config": INT8_CONFIG}
         if not torch.cuda.is_available():
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_cache_gib:g}"
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
         try:
             self._llm = vllm.LLM(
                 model,
@@ -207,11 +207,11 @@ def _request_seed(seed: int, place: int) -> int:
     return (seed * 1_000_003 + place) % 2**31
 
 
-def _start_failure(error: Exception, context: int, kv_cache_gib: float) -> str:
+def _start_failure(error: Exception, context: int, kv_cache_gib: int) -> str:
     text = str(error)
     if any(word in text.lower() for word in ("kv cache", "memory")):
         return (
             f"vLLM has not enough memory for its key/value cache at context {context}: {text}\n"
-            f"Raise sampler.kv_cache_gib (now {kv_cache_gib:g}), lower the response length, or free memory"
+            f"Raise sampler.kv_cache_gib (now {kv_cache_gib}), lower the response length, or free memory"
         )
     return f"vLLM did not start: {text}"

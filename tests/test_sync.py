@@ -1,0 +1,165 @@
+"""Delivery is proved: break it in every way it breaks in practice, and each must be caught."""
+
+import copy
+
+import pytest
+import torch
+
+from trueup.sync import Delivery, DeliveryError
+
+SPECS = ["transformers:fp32", pytest.param("vllm:bf16", marks=pytest.mark.engine), pytest.param("vllm:int8", marks=pytest.mark.engine)]
+VLLM = SPECS[1:]
+
+
+def train_a_little(policy, seed: int, size: float = 0.02):
+    """Move every matrix by a small random step, relative to its own scale: about what a few hundred small steps do."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            if weight.dim() > 1:
+                noise = torch.randn(weight.shape, generator=generator) * weight.float().std() * size
+                weight.copy_(weight.float() + noise)
+
+
+class Faulty:
+    """A sampler whose `load` can be broken; everything else is the real engine's."""
+
+    def __init__(self, sampler):
+        self._sampler = sampler
+        self.change = lambda weights: weights
+
+    def __getattr__(self, name):
+        return getattr(self._sampler, name)
+
+    def load(self, weights, version):
+        self._sampler.load(self.change([(name, weight.clone()) for name, weight in weights]), version)
+
+
+@pytest.fixture(params=SPECS)
+def sampler(request, engines):
+    return Faulty(engines(request.param))
+
+
+def deliver_to(policy, sampler, prompts):
+    return Delivery(policy, sampler, prompts, context=400, tokens=8, prove=True)
+
+
+def test_sound_deliveries_pass_and_arrive_whole(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    for version in range(1, 9):
+        train_a_little(policy, seed=version, size=0.05)
+        metrics = delivery.deliver(version)
+        assert metrics["delivery/canary_prob_diff"] < 0.01
+    assert metrics["delivery/arrived"] == pytest.approx(1, abs=0.1)
+    assert sampler.version == 8
+
+
+def test_an_update_below_the_noise_is_no_alarm(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    for version in range(1, 5):
+        train_a_little(policy, seed=version, size=1e-3)
+        assert "delivery/arrived" not in delivery.deliver(version)  # nothing can be told, so nothing is
+
+
+def test_a_delivery_without_any_change_is_no_alarm(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    delivery.deliver(1)
+
+
+def test_a_withheld_layer_is_caught(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    original = copy.deepcopy(policy.model.state_dict())
+
+    def withhold(weights):  # layer 1 keeps what it was first given
+        return [(name, original[name] if ".layers.1." in name else weight) for name, weight in weights]
+
+    sampler.change = withhold
+    with pytest.raises(DeliveryError, match="did not land"):
+        for version in range(1, 9):
+            train_a_little(policy, seed=version, size=0.1)
+            delivery.deliver(version)
+
+
+def test_weights_that_never_leave_are_caught_at_once(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    first = [(name, weight.clone()) for name, weight in policy.weights()]
+    sampler.change = lambda weights: first
+    train_a_little(policy, seed=1, size=0.005)
+    with pytest.raises(DeliveryError, match="version 1 did not land.*still holds older weights"):
+        delivery.deliver(1)
+
+
+def test_weights_that_are_always_one_step_behind_are_caught(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    queue = [[(name, weight.clone()) for name, weight in policy.weights()]]
+
+    def previous(weights):
+        queue.append(weights)
+        return queue[-2]
+
+    sampler.change = previous
+    with pytest.raises(DeliveryError, match="did not land"):
+        for version in range(1, 4):
+            train_a_little(policy, seed=version)
+            delivery.deliver(version)
+
+
+@pytest.mark.parametrize("spec", VLLM)
+def test_a_prefix_cache_that_is_not_reset_is_caught(policy, engines, prompts, spec, monkeypatch):
+    sampler = engines(spec)
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    monkeypatch.setattr(sampler, "forget_prefixes", lambda: None)
+    with pytest.raises(DeliveryError, match="prefix cache"):
+        for version in range(1, 4):
+            train_a_little(policy, seed=version, size=0.05)
+            delivery.deliver(version)
+    monkeypatch.undo()
+    sampler.forget_prefixes()
+
+
+def test_an_engine_that_disagrees_from_the_start_is_refused(policy, sampler, prompts):
+    shuffled = copy.deepcopy(policy.model.state_dict())
+    name = next(name for name in shuffled if "mlp.down_proj" in name)
+    sampler.change = lambda weights: [(n, weight.flip(0) if n == name else weight) for n, weight in weights]
+    with pytest.raises(DeliveryError, match="disagree before training"):
+        deliver_to(policy, sampler, prompts).deliver(0)
+
+
+def test_a_version_that_the_sampler_does_not_confirm_is_refused(policy, engines, prompts):
+    sampler = Faulty(engines("transformers:fp32"))
+    sampler.load = lambda weights, version: Faulty.load(sampler, weights, version - 1)
+    with pytest.raises(DeliveryError, match="says it holds version 4, 5 was delivered"):
+        deliver_to(policy, sampler, prompts).deliver(5)
+
+
+def test_a_resumed_delivery_is_held_to_the_null_of_step_0(policy, sampler, prompts):
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    first = [(name, weight.clone()) for name, weight in policy.weights()]
+    train_a_little(policy, seed=1, size=0.1)
+    delivery.deliver(1)
+    resumed = deliver_to(policy, sampler, prompts)
+    resumed.load_state(delivery.state())
+    resumed.deliver(1)
+    again = deliver_to(policy, sampler, prompts)
+    again.load_state(delivery.state())
+    sampler.change = lambda weights: first  # after resume, the sampler is given the start checkpoint again
+    with pytest.raises(DeliveryError, match="did not land"):
+        again.deliver(1)
+
+
+@pytest.mark.engine
+def test_the_meter_tells_how_much_of_an_update_int8_can_see(policy, engines, prompts):
+    delivery = deliver_to(policy, engines("vllm:int8"), prompts)
+    assert "delivery/below_step_fraction" not in delivery.deliver(0)
+    train_a_little(policy, seed=1, size=1e-3)
+    assert delivery.deliver(1)["delivery/below_step_fraction"] > 0.9
+    train_a_little(policy, seed=2, size=0.1)
+    assert delivery.deliver(2)["delivery/below_step_fraction"] < 0.6

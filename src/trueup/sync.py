@@ -2,14 +2,16 @@
 
 A fixed canary batch is scored on both sides after every delivery. Three questions are asked of it:
 
-- Do sampler and learner agree as well as they did at step 0? The mean |pi - mu| of each sequence's fixed tokens is
-  divided by the null calibrated there (same weights, same precision). A geometric mean of these ratios above 2, and
-  above 1 by four standard errors over sequences, is a stop.
+- Do sampler and learner agree as well as they did at step 0? Each sequence's mean |pi - mu| is taken relative to what
+  that precision does to the weights of the moment: for int8, how far the learner moves when it computes in simulated
+  int8; else its mean pi (1 - pi), since an error d of a logit moves a probability by p (1 - p) d. A policy that grows
+  less certain shows larger differences for the same arithmetic; this divides it out. If the geometric mean over
+  sequences exceeds twice the null of step 0, and exceeds it by four standard errors, training stops.
 - Did the sampler move with the learner? If its log-probs are the same to the last bit while the learner's moved, nothing
   landed, however small the update. Once the learner has moved well beyond the null's noise, `arrived` says how much of
   its change since step 0 the sampler shows: the slope of log mu's change on log pi's, 1 when everything landed.
-- Are prefixes recomputed? The canary's continuations, decoded from prefixes that were cached under the weights before,
-  must agree with the sampler's own prefill, which reads no cache. No precision enters: the null is almost zero.
+- Are prefixes recomputed? Continuations decoded from prefixes that were cached under the weights before must agree with
+  the sampler's own prefill, which reads no cache. Same engine, same weights: no precision enters.
 
 What this cannot see: a layer that is withheld shows only once its missing updates move the canary by about the null.
 """
@@ -24,14 +26,15 @@ import torch
 from torch import Tensor
 
 from trueup.learner.model import Policy
-from trueup.quantize import StepMeter, linear_weights
-from trueup.rollouts import Rollouts, offsets_of, pack, segment_ids, segment_sum
+from trueup.quantize import StepMeter, linear_weights, simulated_int8
+from trueup.rollouts import Rollouts, pack, segment_sum
 from trueup.samplers.base import Sampler, Sampling
 
 _LEAST_PROBABILITY = 1e-3  # tokens both sides call impossible say little of the weights, at enormous |log rho|
 _POWER = 8.0  # the slope is asked for once the learner's squared change is this many times the noise: it then errs by 1/9
 _ARRIVED = 0.75  # a slope that is surely below this is no noise
-_FLOOR = 5e-4  # mean |pi - mu| that matters to nobody, a fifth of what bf16 shows: added to both sides of every ratio
+_FLOOR = 5e-4  # mean |pi - mu| that matters to nobody, a fifth of what bf16 shows: it is added wherever two are divided
+_STALE = 5e-3  # mean |mu - mu| between decode and prefill of one engine; sound ones show below 1e-3
 _ABSURD = 0.1  # mean |pi - mu| that no precision explains: bf16 shows 0.003, int8 0.01, aggressive 4-bit 0.05
 
 
@@ -41,33 +44,51 @@ class DeliveryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Canary:
-    """One scoring of the canary batch: fixed tokens first, then what the sampler continued them by."""
+    """One scoring of the canary batch: the same tokens every time, on both sides."""
 
-    fixed_mu: Tensor
-    fixed_pi: Tensor
-    decoded_mu: Tensor
-    """Of the continuation, as decoded through the prefix cache."""
-    prefill_mu: Tensor
-    """Of the continuation, prefilled without a cache."""
-    decoded_pi: Tensor
-    fixed_offsets: Tensor
-    decoded_offsets: Tensor
+    mu: Tensor
+    """float32 [N], the sampler's prefill log-probs."""
+    pi: Tensor
+    """float32 [N], the learner's."""
+    offsets: Tensor
+    """int64 [B+1]."""
+    scale_B: Tensor
+    """[B], what the size of |pi - mu| is measured by."""
+
+    @property
+    def prob_diff(self) -> Tensor:
+        """Mean |pi - mu| of each sequence, [B]."""
+        return segment_sum((self.pi.exp() - self.mu.exp()).abs(), self.offsets) / self.offsets.diff()
+
+    @property
+    def relative_diff(self) -> Tensor:
+        """[B]. Comparable between versions of the weights, not between engines."""
+        return (self.prob_diff + _FLOOR) / (self.scale_B + _FLOOR)
 
 
 class Delivery:
     """Delivers the policy's weights to the sampler, counts versions, and proves each delivery on a canary batch."""
 
     def __init__(
-        self, policy: Policy, sampler: Sampler, prompts: Sequence[Sequence[int]], *, context: int, tokens: int, prove: bool
+        self,
+        policy: Policy,
+        sampler: Sampler,
+        prompts: Sequence[Sequence[int]],
+        *,
+        context: int,
+        stop_token_ids: tuple[int, ...] = (),
+        tokens: int = 8,
+        prove: bool = True,
     ):
-        """prompts: what the canary is made from, one sequence each. tokens: how far each is continued."""
+        """prompts: what the canary is made from, one sequence each. tokens: how far each is decoded anew every time."""
         self.policy = policy
         self.sampler = sampler
         self.prove = prove
-        self._task_prompts = prompts
+        self._prompts = [list(map(int, prompt)) for prompt in prompts]
         self._longest = context - tokens - 1
-        self._canary: list[list[int]] = []  # made when the sampler first holds weights
-        self._sampling = Sampling(max_tokens=tokens, stop_token_ids=(), seed=0)
+        self._answering = Sampling(max_tokens=min(32, context - max(map(len, prompts))), stop_token_ids=stop_token_ids, seed=0)
+        self._continuing = Sampling(max_tokens=tokens, stop_token_ids=(), seed=0)
+        self._answers: list[list[int]] = []  # given when the sampler first holds weights, and kept
         self._quantised = linear_weights(policy.model) if sampler.engine.endswith("int8") else set()
         self._meter = StepMeter()
         self._first: Canary | None = None
@@ -82,111 +103,98 @@ class Delivery:
         metrics = {}
         if self._quantised and (below := self._meter.measure(self.policy.weights(), self._quantised)) is not None:
             metrics["delivery/below_step_fraction"] = below
-        if self.prove and self._first is not None and self.sampler.prefix_block:
-            self.sampler.generate(self._canary, self._sampling)  # caches the canary's prefixes under the old weights
+        prefixes = self._prefixes() if self.prove and self._answers else []
+        if prefixes:
+            self.sampler.generate(prefixes, self._continuing)  # now they are cached, under the old weights
         self.sampler.load(self.policy.weights(), version)
         metrics["time/load"] = time.perf_counter() - start
         if self.prove:
-            metrics |= self._proof(version)
+            metrics |= self._prove_weights(version)
+            if prefixes:
+                metrics["delivery/cache_prob_diff"] = self._prove_cache(prefixes, version)
         metrics["time/delivery"] = time.perf_counter() - start
         return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """The null and the canary of step 0, so that a resumed run is held to the same standard."""
+        """The canary and its null of step 0, so that a resumed run is held to the same standard."""
         if self._first is None:
             return {}
-        null = {f"null/{what}": value_B for what, value_B in self._null.items()}
         first = {f"first/{field.name}": getattr(self._first, field.name) for field in fields(Canary)}
-        lengths = torch.tensor([len(ids) for ids in self._canary])
-        return null | first | {"canary/ids": pack(self._canary, torch.int64), "canary/lengths": lengths}
+        lengths = torch.tensor([len(ids) for ids in self._answers])
+        return first | {"answers/ids": pack(self._answers, torch.int64), "answers/lengths": lengths}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         if not state:
             return
-        self._null = {what: state[f"null/{what}"] for what in ("weights", "cache")}
         self._first = Canary(**{field.name: state[f"first/{field.name}"] for field in fields(Canary)})
-        self._canary = [ids.tolist() for ids in state["canary/ids"].split(state["canary/lengths"].tolist())]
+        self._answers = [ids.tolist() for ids in state["answers/ids"].split(state["answers/lengths"].tolist())]
 
-    def _proof(self, version: int) -> dict[str, float]:
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def _prove_weights(self, version: int) -> dict[str, float]:
         if self.sampler.version != version:
             raise DeliveryError(f"the sampler says it holds version {self.sampler.version}, {version} was delivered")
-        self._canary = self._canary or self._make_canary()
-        canary = self._score()
-        weights_B = _prob_diff(canary.fixed_mu, canary.fixed_pi, canary.fixed_offsets)
-        cache_B = _prob_diff(canary.decoded_mu, canary.prefill_mu, canary.decoded_offsets)
-        log_rho = canary.decoded_pi - canary.decoded_mu
-        metrics = {
-            "delivery/canary_kl": float((log_rho.exp() - 1 - log_rho).mean()),
-            "delivery/canary_prob_diff": float(weights_B.mean()),
-            "delivery/cache_prob_diff": float(cache_B.mean()),
-        }
-        if not (weights_B.isfinite().all() and cache_B.isfinite().all()):
-            raise DeliveryError(f"after delivering version {version} the sampler's log-probs are not finite")
+        if not self._answers:
+            # The model's own answers: text on which its probabilities are what they are in training.
+            answers = self.sampler.generate(self._prompts, self._answering)
+            self._answers = [answers.response(row).tolist() for row in range(len(answers))]
+        canary, decoded_kl = self._score()
+        if not (canary.mu.isfinite().all() and canary.pi.isfinite().all()):
+            raise DeliveryError(f"after delivering version {version} log-probs of the canary batch are not finite")
+        difference = float(canary.prob_diff.mean())
+        metrics = {"delivery/canary_kl": decoded_kl, "delivery/canary_prob_diff": difference}
         if self._first is None:
-            if weights_B.mean() > _ABSURD:
+            if difference > _ABSURD:
                 raise DeliveryError(
-                    f"sampler and learner disagree before training: mean |pi - mu| {weights_B.mean():.3f} on the canary "
-                    f"batch, where {self.sampler.engine} should show about 0.01 or less. The first delivery did not land, "
-                    "or the engine does not implement this architecture as transformers does"
+                    f"sampler and learner disagree before training: mean |pi - mu| {difference:.3f} on the canary batch, "
+                    f"where {self.sampler.engine} should show about 0.01 or less. The first delivery did not land, or the "
+                    "engine does not implement this architecture as transformers does"
                 )
             self._first = self._moved = canary
-            self._null = {"weights": weights_B, "cache": cache_B}
             return metrics
         arrived = self._check_movement(canary, version)
         if arrived is not None:
             metrics["delivery/arrived"] = arrived
-        self._check_null("weights", weights_B, version)
-        self._check_null("cache", cache_B, version)
+        log_ratio_B = (canary.relative_diff / self._first.relative_diff).log()
+        ratio, error = float(log_ratio_B.mean().exp()), float(log_ratio_B.std()) / len(log_ratio_B) ** 0.5
+        if ratio > 2 and log_ratio_B.mean() > 4 * error:
+            raise DeliveryError(
+                f"part of version {version} did not land: sampler and learner disagree on the canary batch {ratio:.1f} times "
+                f"as much as at step 0. Mean |pi - mu| {difference:.4f}, then {self._first.prob_diff.mean():.4f} "
+                f"(engine {self.sampler.engine})"
+            )
         return metrics
 
-    def _make_canary(self) -> list[list[int]]:
-        """Prompts with the model's own answers: text on which its probabilities are what they are in training.
-
-        Where the context has room for a block of the prefix cache and more, sequences are stretched beyond one block by
-        those that follow: only whole blocks are cached, and only then can a stale one show.
-        """
-        answers = self.sampler.generate(self._task_prompts, Sampling(max_tokens=32, stop_token_ids=(), seed=0))
-        whole = [list(map(int, prompt)) + answers.response(row).tolist() for row, prompt in enumerate(self._task_prompts)]
-        least = self.sampler.prefix_block + 1
-        if least <= self._longest:
-            whole = [_stretch(whole, row, max(least, len(ids))) for row, ids in enumerate(whole)]
-        return [ids[: self._longest] for ids in whole]
-
-    def _score(self) -> Canary:
-        decoded = self.sampler.generate(self._canary, self._sampling)
-        # Everything after the first token counts as response, so that one prefill scores fixed and decoded tokens.
-        whole = Rollouts.from_lists(
-            [ids[:1] for ids in self._canary],
-            [ids[1:] + decoded.response(row).tolist() for row, ids in enumerate(self._canary)],
-        )
-        mu, pi = self.sampler.score(whole), self.policy.score(whole)[0]
-        fixed_B = torch.tensor([len(ids) - 1 for ids in self._canary])
-        row_N = segment_ids(whole.offsets)
-        fixed_N = torch.arange(whole.tokens) - whole.offsets[:-1][row_N] < fixed_B[row_N]
-        return Canary(
-            mu[fixed_N],
-            pi[fixed_N],
-            decoded.sampler_logprobs,
-            mu[~fixed_N],
-            pi[~fixed_N],
-            offsets_of(fixed_B),
-            decoded.offsets,
-        )
+    def _score(self) -> tuple[Canary, float]:
+        """The canary, and the KL(sampler, learner) of tokens that the sampler decodes now from the same prompts."""
+        decoded = self.sampler.generate(self._prompts, self._continuing)
+        fixed = Rollouts.from_lists(self._prompts, self._answers)
+        mu = self.sampler.score(fixed)
+        pi = self.policy.score(Rollouts.concat([fixed, decoded]))[0]
+        log_rho, pi = pi[fixed.tokens :] - decoded.sampler_logprobs, pi[: fixed.tokens]
+        p = pi.exp()
+        if self._quantised:
+            with simulated_int8(self.policy.model):
+                spread = (p - self.policy.score(fixed)[0].exp()).abs()
+        else:
+            spread = p * (1 - p)
+        scale_B = segment_sum(spread, fixed.offsets) / fixed.lengths
+        return Canary(mu, pi, fixed.offsets, scale_B), float((log_rho.exp() - 1 - log_rho).mean())
 
     def _check_movement(self, canary: Canary, version: int) -> float | None:
         """The share of the learner's change since step 0 that the sampler shows, once that can be told."""
         first, floor = self._first, torch.tensor(_LEAST_PROBABILITY).log()
-        noise = (first.fixed_pi - first.fixed_mu).abs().mean()
-        if self._moved is None or not torch.equal(canary.fixed_mu, self._moved.fixed_mu):
+        noise = (first.pi - first.mu).abs().mean()
+        if self._moved is None or not torch.equal(canary.mu, self._moved.mu):
             self._moved = canary
-        elif (since := (canary.fixed_pi - self._moved.fixed_pi).abs().mean()) > 0.1 * noise:
+        elif (since := (canary.pi - self._moved.pi).abs().mean()) > 0.1 * noise:
             raise DeliveryError(
                 f"version {version} did not land: the sampler's log-probs of the canary batch are the same to the last "
                 f"bit as before, while the learner's moved by {since:.2g} on average. It still holds older weights"
             )
-        seen = (first.fixed_pi > floor) & (canary.fixed_pi > floor)
-        pi_change, mu_change = (canary.fixed_pi - first.fixed_pi)[seen], (canary.fixed_mu - first.fixed_mu)[seen]
-        power, null = float(pi_change.square().sum()), float((first.fixed_pi - first.fixed_mu)[seen].square().sum())
+        seen = (first.pi > floor) & (canary.pi > floor)
+        pi_change, mu_change = (canary.pi - first.pi)[seen], (canary.mu - first.mu)[seen]
+        power, null = float(pi_change.square().sum()), float((first.pi - first.mu)[seen].square().sum())
         if power <= _POWER * null:
             return None
         slope = float((mu_change * pi_change).sum()) / power
@@ -198,23 +206,26 @@ class Delivery:
             )
         return slope
 
-    def _check_null(self, what: str, value_B: Tensor, version: int) -> None:
-        null_B = self._null[what]
-        log_ratio_B = ((value_B + _FLOOR) / (null_B + _FLOOR)).log()
-        ratio, error = log_ratio_B.mean().exp(), log_ratio_B.std() / len(log_ratio_B) ** 0.5
-        if ratio <= 2 or log_ratio_B.mean() <= 4 * error:
-            return
-        if what == "cache":
-            reason = (
-                "continuations decoded through the prefix cache disagree with a fresh prefill of the same tokens: "
-                "prefixes computed under older weights are still in use. Reset the cache when weights are loaded"
+    # --- the prefix cache -----------------------------------------------------------------------------------------
+
+    def _prefixes(self) -> list[list[int]]:
+        """A few sequences longer than one block of the prefix cache; none where the context has no room for that."""
+        least = self.sampler.prefix_block + 1
+        if least == 1 or least > self._longest:
+            return []
+        whole = [prompt + answer for prompt, answer in zip(self._prompts, self._answers)]
+        return [_stretch(whole, row, least) for row in range(min(4, len(whole)))]
+
+    def _prove_cache(self, prefixes: list[list[int]], version: int) -> float:
+        decoded = self.sampler.generate(prefixes, self._continuing)
+        difference = float((decoded.sampler_logprobs.exp() - self.sampler.score(decoded).exp()).abs().mean())
+        if difference > _STALE:
+            raise DeliveryError(
+                f"after delivering version {version}, continuations decoded through the prefix cache disagree with a fresh "
+                f"prefill of the same tokens: mean probability difference {difference:.4f}, expected below {_STALE}. Prefixes "
+                "computed under older weights are still in use; the sampler must reset its cache when weights are loaded"
             )
-        else:
-            reason = "sampler and learner disagree on the canary batch: part of the weights did not land"
-        raise DeliveryError(
-            f"delivery of version {version} failed: {reason}. Mean probability difference {value_B.mean():.4f}, "
-            f"at step 0 {null_B.mean():.4f} (engine {self.sampler.engine})"
-        )
+        return difference
 
 
 def _stretch(prompts: Sequence[Sequence[int]], start: int, length: int) -> list[int]:
@@ -224,8 +235,3 @@ def _stretch(prompts: Sequence[Sequence[int]], start: int, length: int) -> list[
         tokens.extend(map(int, prompts[start % len(prompts)]))
         start += 1
     return tokens[:length]
-
-
-def _prob_diff(log_a: Tensor, log_b: Tensor, offsets: Tensor) -> Tensor:
-    """Mean |a - b| of probabilities in each sequence, [B]."""
-    return segment_sum((log_a.exp() - log_b.exp()).abs(), offsets) / offsets.diff()

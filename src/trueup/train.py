@@ -213,6 +213,7 @@ class Trainer:
             self.sampler,
             prompts,
             context=self.context,
+            stop_token_ids=self.stops,
             tokens=settings.canary_tokens,
             prove=settings.prove,
         )

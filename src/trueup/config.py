@@ -39,6 +39,8 @@ class SamplerConfig(Section):
     """0: off, for the same reason."""
     kv_cache_gib: int = Field(1, ge=1)
     """Whole GiB. vLLM's key/value cache on CPU; 1 holds half a million tokens of a small model."""
+    gpu_memory: float = Field(0.4, gt=0, lt=1)
+    """Share of the GPU that vLLM may take; the learner beside it needs the rest."""
     max_sequences: int = Field(512, ge=1)
     """Responses decoded side by side."""
 
@@ -71,9 +73,12 @@ class OptimizerConfig(Section):
     """After the warm-up. RL has no natural end, so the default does not decay."""
     weight_decay: float = Field(0.0, ge=0)
     """Of matrices only. 0: RL fine-tunes few steps, decay would pull towards zero, not towards the start."""
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Adam's memory of the gradient: about 10 updates, the usual value."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Adam's memory of its square: about 1000 updates, the usual value."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the mean square, so that weights without gradient do not divide by zero."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
 
@@ -81,6 +86,8 @@ class OptimizerConfig(Section):
 class LearnerConfig(OptimizerConfig):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """What the model computes in; masters, gradients and log-prob arithmetic are float32 in either case."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if torch sees one."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """transformers' attention implementation; eager is faster for models of a few million weights on CPU."""
     token_budget: int = Field(16384, ge=1)
@@ -114,8 +121,8 @@ class AdvantageConfig(Section):
 class RewardConfig(Section):
     dynamic_sampling: bool = False
     """DAPO: groups whose responses all score the same carry no signal; sample others until the batch is full."""
-    max_refills: int = Field(3, ge=0)
-    """Extra rounds of sampling that dynamic sampling may spend a step."""
+    max_refills: int = Field(5, ge=0, le=60)
+    """Extra rounds of sampling that dynamic sampling may spend a step; what is still missing then is filled without."""
     overlong_buffer: int = Field(0, ge=0)
     """DAPO: the last tokens before response_length cost a growing penalty; 0: off."""
     overlong_penalty: float = Field(1.0, ge=0)
@@ -183,14 +190,23 @@ class RunConfig(Section):
     seed: int = 0
     """Of the problems' order, the sampling and the minibatches."""
     sampler: SamplerConfig = SamplerConfig()
+    """Who generates, and how it draws."""
     batch: BatchConfig = BatchConfig()
+    """How much is sampled a step, and how often it is learned from."""
     learner: LearnerConfig = LearnerConfig()
+    """How the policy computes and is optimised."""
     critic: CriticConfig = CriticConfig()
+    """The value model; used by advantage.kind=gae only."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """Rewards -> advantages."""
     objective: Objective = Objective()
+    """Which loss, and how token losses become one number."""
     reward: RewardConfig = RewardConfig()
+    """What is done to the task's rewards and to groups without signal."""
     delivery: DeliveryConfig = DeliveryConfig()
+    """When the sampler gets the learner's weights, and how that is proved."""
     log: LogConfig = LogConfig()
+    """What a run writes, and how often."""
 
     @field_validator("correction", mode="before")
     @classmethod
@@ -201,14 +217,21 @@ class RunConfig(Section):
     @classmethod
     def _apply_algorithm(cls, given):
         if isinstance(given, dict) and isinstance(name := given.get("algorithm", "grpo"), str) and name in ALGORITHMS:
-            return _merge(ALGORITHMS[name], given)
+            given = _merge(ALGORITHMS[name], given)
+            objective, batch = given.get("objective"), given.get("batch", {})
+            if isinstance(objective, dict) and objective.get("aggregation") == "constant":
+                # Dr. GRPO's constant is the longest response allowed, which the batch already says.
+                default = BatchConfig().response_length
+                known = isinstance(batch, dict)
+                length = batch.get("response_length", default) if known else getattr(batch, "response_length", default)
+                objective.setdefault("constant_length", length)
         return given
 
     @model_validator(mode="after")
     def _possible(self):
         parse_spec(self.sampler.spec)
-        corrected = self.correction != preset("none")
-        if corrected and not self.sampling(stop_token_ids=()).full_support:
+        full_support = self.sampling(stop_token_ids=()).full_support  # refuses settings that no sampler takes
+        if self.correction != preset("none") and not full_support:
             raise ValueError(
                 f"sampler.top_p={self.sampler.top_p}, top_k={self.sampler.top_k}, min_p={self.sampler.min_p} remove tokens "
                 "and renormalise on the sampler's side only; the mismatch ratio then corrects for something that is not "
@@ -271,7 +294,9 @@ def load_config(source: str | Path | dict | None = None, overrides: list[str] | 
         target = given
         for section in sections:
             nested = target.get(section)
-            if nested is None or not isinstance(nested, dict):
+            if target is given and section == "correction" and isinstance(nested, str):
+                nested = target[section] = {"preset": nested}  # the field changes the named preset
+            elif not isinstance(nested, dict):
                 nested = target[section] = {}
             target = nested
         target[key] = _number(value)

@@ -68,18 +68,19 @@ def simulated_int8(model: nn.Module) -> Iterator[nn.Module]:
     """Within the block, `model` computes as the int8 engine does but for the order of sums: linear layers with dequantised
     int8 weights, on activations rounded to int8 with one scale a token. What then still differs are kernels."""
     covered = linear_weights(model)
-    hooks, originals = [], {}
-    for name, module in model.named_modules():
-        if f"{name}.weight" in covered:
-            originals[module] = module.weight.data
-            module.weight.data = dequantise(*quantise(module.weight.data)).to(module.weight.dtype)
-            hooks.append(module.register_forward_pre_hook(_round_activations))
+    hooks, originals = [], []
     try:
+        for name, module in model.named_modules():
+            if f"{name}.weight" in covered:
+                simulated = dequantise(*quantise(module.weight.data)).to(module.weight.dtype)
+                originals.append((module, module.weight.data))
+                module.weight.data = simulated
+                hooks.append(module.register_forward_pre_hook(_round_activations))
         yield model
     finally:
         for hook in hooks:
             hook.remove()
-        for module, weight in originals.items():
+        for module, weight in reversed(originals):  # layers may share a weight: the first one saw the original
             module.weight.data = weight
 
 
@@ -106,8 +107,8 @@ class StepMeter:
         for name, weight in weights:
             if name not in quantised:
                 continue
-            step = weight.float().abs().amax(dim=1, keepdim=True) / 127
-            now = weight.flatten()[:: self.stride].float()
+            step = (weight.float().abs().amax(dim=1, keepdim=True) / 127).clamp_min(_SMALLEST_SCALE)
+            now = weight.flatten()[:: self.stride].to(torch.float32, copy=True)  # a view would follow the weights
             if name in self._before:
                 moved = (now - self._before[name]).abs()
                 below += int((moved < step.expand_as(weight).flatten()[:: self.stride]).sum())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SCHEMA_VERSION = 1
 
-# Columns of the parquet file, with what a reader assumes when an optional one is absent.
+# Columns of the parquet file, with what a reader assumes when an optional one, or a value of it, is absent.
 _ROW_COLUMNS = {
     "learner_version": (torch.int32, -1),
     "step": (torch.int32, 0),
@@ -30,11 +30,11 @@ _ROW_COLUMNS = {
 }
 _TEXT_COLUMNS = {"finish_reason": "", "engine": ""}
 _TOKEN_COLUMNS = {
-    "response_ids": torch.int32,
-    "sampler_logprobs": torch.float32,
-    "learner_logprobs": torch.float32,
-    "loss_mask": torch.bool,
-    "sampler_version": torch.int32,
+    "response_ids": (torch.int32, None),
+    "sampler_logprobs": (torch.float32, float("nan")),
+    "learner_logprobs": (torch.float32, float("nan")),
+    "loss_mask": (torch.bool, True),
+    "sampler_version": (torch.int32, 0),
 }
 
 
@@ -52,7 +52,7 @@ def segment_sum(values_N: Tensor, offsets: Tensor) -> Tensor:
 def segment_max(values_N: Tensor, offsets: Tensor, empty: float = float("-inf")) -> Tensor:
     """Largest of each response's tokens: [N] -> [B]; an empty response gives `empty`."""
     start_B = torch.full((len(offsets) - 1,), empty, dtype=values_N.dtype, device=values_N.device)
-    return start_B.scatter_reduce(0, segment_ids(offsets), values_N, "amax")
+    return start_B.scatter_reduce(0, segment_ids(offsets), values_N, "amax", include_self=False)
 
 
 def offsets_of(lengths: Sequence[int] | Tensor) -> Tensor:
@@ -126,6 +126,10 @@ class Rollouts:
                 raise ValueError(f"{name} holds {len(getattr(self, name))} values for {count} responses")
         if len(self.prompt_offsets) != count + 1:
             raise ValueError(f"{len(self.prompt_offsets) - 1} prompts for {count} responses; give one prompt a response")
+        if len(self.prompt_ids) != int(self.prompt_offsets[-1]):
+            raise ValueError(
+                f"prompt_ids holds {len(self.prompt_ids)} tokens but prompt_offsets ends at {int(self.prompt_offsets[-1])}"
+            )
 
     # --- building -------------------------------------------------------------------------------------------------
 
@@ -137,23 +141,24 @@ class Rollouts:
         sampler_logprobs: Sequence[Sequence[float]] | None = None,
         **columns,
     ) -> Rollouts:
-        """Build from one list of ids a response; every other column may be given as a tensor, a list or one value."""
-        count, offsets = len(responses), offsets_of([len(row) for row in responses])
-        tokens = int(offsets[-1])
-        if sampler_logprobs is None:
-            logprobs_N = torch.full((tokens,), float("nan"))
-        else:
-            logprobs_N = pack(sampler_logprobs, torch.float32)
+        """Build from one list of ids a response; every other column may be given as a tensor, a list or one value, columns
+        of tokens also as one list a response."""
+        count, lengths = len(responses), [len(row) for row in responses]
+        offsets = offsets_of(lengths)
+        columns["sampler_logprobs"] = sampler_logprobs
         built = dict(
             prompt_ids=pack(prompts, torch.int32),
             prompt_offsets=offsets_of([len(row) for row in prompts]),
             response_ids=pack(responses, torch.int32),
             offsets=offsets,
-            sampler_logprobs=logprobs_N,
-            loss_mask=_column(columns.pop("loss_mask", True), tokens, torch.bool),
-            sampler_version=_column(columns.pop("sampler_version", 0), tokens, torch.int32),
-            learner_logprobs=columns.pop("learner_logprobs", None),
         )
+        for name in ("sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"):
+            dtype, default = _TOKEN_COLUMNS[name]
+            value = columns.pop(name, None)
+            if value is not None:
+                built[name] = _token_column(name, value, lengths, dtype)
+            elif name != "learner_logprobs":
+                built[name] = _column(default, sum(lengths), dtype)
         for name, (dtype, default) in _ROW_COLUMNS.items():
             built[name] = _column(columns.pop(name, default), count, dtype)
         for name, default in _TEXT_COLUMNS.items():
@@ -232,8 +237,9 @@ class Rollouts:
         return self.response_ids[self.offsets[row] : self.offsets[row + 1]]
 
     def rows(self, index: Sequence[int] | Tensor) -> Rollouts:
-        """These responses, in this order."""
-        index = torch.as_tensor(index, dtype=torch.int64)
+        """These responses, in this order; or those where a bool [B] is true."""
+        index = torch.as_tensor(index)
+        index = index.nonzero()[:, 0] if index.dtype == torch.bool else index.to(torch.int64)
         token_index = token_rows(self.offsets, index)
         picked = dict(
             prompt_ids=self.prompt_ids[token_rows(self.prompt_offsets, index)],
@@ -296,7 +302,10 @@ class Rollouts:
 
     @classmethod
     def from_arrow(cls, table, source: str = "table") -> Rollouts:
-        """From a pyarrow Table in schema version 1. Raises ValueError on another version or a missing column."""
+        """From a pyarrow Table in schema version 1, by whatever tool: any list, integer or float type that holds the values
+        will do, and a null is an absent value. Raises ValueError on another version or a missing or unfit column."""
+        import pyarrow as pa
+
         version = (table.schema.metadata or {}).get(b"trueup.schema", b"1").decode()
         if version != str(SCHEMA_VERSION):
             raise ValueError(
@@ -306,40 +315,51 @@ class Rollouts:
         for name in ("prompt_ids", "response_ids", "sampler_logprobs"):
             if name not in table.column_names:
                 raise ValueError(f"{source} has no column {name}; it has {table.column_names}")
-        table = table.combine_chunks()
         count = table.num_rows
 
-        def chunk(name: str):
-            column = table.column(name)
-            return column.chunk(0) if column.num_chunks else column.combine_chunks()
+        def read(name: str, dtype: torch.dtype, is_list: bool) -> pa.Array:
+            column, kind = table.column(name), pa.type_for_alias(str(dtype).removeprefix("torch."))
+            try:
+                return column.cast(pa.large_list(kind) if is_list else kind).combine_chunks()
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                expected = f"list<{kind}>" if is_list else str(kind)
+                raise ValueError(f"{source}: {name} is {column.type}, expected {expected}: {error}") from None
 
-        def ragged(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            array = chunk(name)
-            offsets = torch.from_numpy(array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64))
-            flat = array.flatten()  # leaves out null rows, and honours slices
-            values = flat.to_numpy(zero_copy_only=False)
-            return torch.from_numpy(np.array(values)).to(dtype), offsets_of(offsets)
+        def flat(name: str, array: pa.Array, default) -> Tensor:
+            if array.null_count and default is None:
+                raise ValueError(f"{source}: {name} holds {array.null_count} null ids; every token has an id")
+            return torch.from_numpy(np.array(array.fill_null(default) if array.null_count else array))
 
-        prompt_ids, prompt_offsets = ragged("prompt_ids", torch.int32)
-        response_ids, offsets = ragged("response_ids", torch.int32)
-        built = dict(prompt_ids=prompt_ids, prompt_offsets=prompt_offsets, response_ids=response_ids, offsets=offsets)
-        defaults = {"loss_mask": True, "sampler_version": 0}
+        def ragged(name: str, dtype: torch.dtype, default=None) -> tuple[Tensor, Tensor, Tensor]:
+            array = read(name, dtype, is_list=True)
+            present_B = torch.from_numpy(np.array(array.is_valid()))
+            lengths_B = torch.from_numpy(np.array(array.value_lengths().fill_null(0)))
+            return flat(name, array.flatten(), default), lengths_B, present_B  # flatten honours slices and null rows
+
+        prompt_ids, prompt_lengths_B, _ = ragged("prompt_ids", torch.int32)
+        response_ids, lengths_B, _ = ragged("response_ids", torch.int32)
+        offsets = offsets_of(lengths_B)
+        built = dict(
+            prompt_ids=prompt_ids, prompt_offsets=offsets_of(prompt_lengths_B), response_ids=response_ids, offsets=offsets
+        )
         for name in ("sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"):
+            dtype, default = _TOKEN_COLUMNS[name]
             if name in table.column_names:
-                values, own_offsets = ragged(name, _TOKEN_COLUMNS[name])
-                if not torch.equal(own_offsets, offsets):
-                    row = int((own_offsets.diff() != offsets.diff()).nonzero()[0])
+                values, own_lengths_B, present_B = ragged(name, dtype, default)
+                wrong_B = present_B & (own_lengths_B != lengths_B)
+                if wrong_B.any():
+                    row = int(wrong_B.nonzero()[0])
                     raise ValueError(
-                        f"{source}, row {row}: {name} has {int(own_offsets.diff()[row])} values for "
-                        f"{int(offsets.diff()[row])} response tokens"
+                        f"{source}, row {row}: {name} has {int(own_lengths_B[row])} values for "
+                        f"{int(lengths_B[row])} response tokens"
                     )
-                built[name] = values
-            elif name in defaults:
-                built[name] = _column(defaults[name], int(offsets[-1]), _TOKEN_COLUMNS[name])
+                built[name] = _column(default, int(offsets[-1]), dtype)
+                built[name][present_B.repeat_interleave(lengths_B)] = values
+            elif name != "learner_logprobs":
+                built[name] = _column(default, int(offsets[-1]), dtype)
         for name, (dtype, default) in _ROW_COLUMNS.items():
             if name in table.column_names:
-                values = chunk(name).fill_null(default).to_numpy(zero_copy_only=False)
-                built[name] = torch.from_numpy(np.array(values)).to(dtype)
+                built[name] = flat(name, read(name, dtype, is_list=False), default)
             else:
                 built[name] = _column(default, count, dtype)
         for name, default in _TEXT_COLUMNS.items():
@@ -359,3 +379,15 @@ def token_rows(offsets: Tensor, index: Tensor) -> Tensor:
 def _column(value, length: int, dtype: torch.dtype) -> Tensor:
     column = torch.as_tensor(value, dtype=dtype)
     return column.expand(length).clone() if column.dim() == 0 else column
+
+
+def _token_column(name: str, value, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """One value, a flat column, or one list a response -> [N]. Rows must be as long as the responses they belong to."""
+    if not isinstance(value, (list, tuple)) or not value or np.ndim(value[0]) == 0:
+        return _column(value, sum(lengths), dtype)
+    if len(value) != len(lengths):
+        raise ValueError(f"{name} has {len(value)} rows for {len(lengths)} responses")
+    for row, (values, length) in enumerate(zip(value, lengths)):
+        if len(values) != length:
+            raise ValueError(f"row {row}: {name} has {len(values)} values for {length} response tokens")
+    return pack(value, dtype)

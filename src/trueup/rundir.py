@@ -100,7 +100,8 @@ class RunDirectory:
         any further safetensors file beside the model's for weights."""
         final = self.checkpoints_path / f"step-{step:06d}"
         temporary = self.checkpoints_path / f".step-{step:06d}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in self.checkpoints_path.glob(".step-*.tmp"):  # of a run that was killed while it wrote
+            shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -73,7 +73,7 @@ class Trainer:
                     self.version = self.step
                     metrics |= self.delivery.deliver(self.version)
                 metrics |= self._pace(metrics, batch.rollouts, time.perf_counter() - begin)
-                self._write(metrics, batch.rollouts, last=self.step == config.steps or bool(interrupted.signal))
+                self._write(metrics, batch.rollouts, stopping=bool(interrupted.signal))
         self.console.stop()
         if interrupted.signal:
             self.console.say(
@@ -86,25 +86,26 @@ class Trainer:
         """A batch of judged rollouts. With dynamic sampling, groups without signal are replaced by others."""
         config, begin = self.config, time.perf_counter()
         kept: list[Rollouts] = []
-        drawn_rewards, groups = [], 0
-        rounds = 1 + (config.reward.max_refills if config.reward.dynamic_sampling else 0)
-        for refill in range(rounds):
-            wanted = config.batch.prompts - groups
-            seed = (config.seed * 10_007 + self.step) * 16 + refill
-            rollouts = self._sample(self.problems.take(wanted), config.sampling(self.stops, seed=seed))
+        drawn_rewards, missing = [], config.batch.prompts
+        refills = config.reward.max_refills if config.reward.dynamic_sampling else 0
+        for refill in range(refills + 1):
+            # About half of the groups have no signal where dynamic sampling pays, so a refill asks for twice what it lacks.
+            asked = min(config.batch.prompts, missing * (2 if refill else 1))
+            seed = (config.seed * 10_007 + self.step) * 64 + refill
+            rollouts = self._sample(self.problems.take(asked), config.sampling(self.stops, seed=seed))
             drawn_rewards.append(rollouts.reward)
-            if config.reward.dynamic_sampling:
+            if refills:
                 useful = signal_groups(rollouts.reward, rollouts.group)
-                # On the last round whatever came last fills the batch: a short batch would change the step's size.
-                if refill < rounds - 1:
-                    rollouts = rollouts.rows(useful.nonzero()[:, 0])
-            rollouts.group = rollouts.group + groups * 1_000_000  # groups of different rounds stay apart
+                # Groups with signal first; the last round fills the batch with others rather than leave it short.
+                order = torch.argsort((~useful).int(), stable=True)
+                most = len(rollouts) if refill == refills else int(useful.sum())
+                rollouts = rollouts.rows(order[: min(most, missing * config.batch.samples)])
             kept.append(rollouts)
-            groups += len(rollouts) // config.batch.samples
-            if groups >= config.batch.prompts:
+            missing -= len(rollouts) // config.batch.samples
+            if missing == 0:
                 break
         rollouts = Rollouts.concat(kept)
-        rollouts.group = torch.unique(rollouts.group, return_inverse=True)[1].to(torch.int32)
+        rollouts.group = torch.arange(len(rollouts), dtype=torch.int32) // config.batch.samples
         rollouts.step[:] = self.step
         rewards = torch.cat(drawn_rewards)
         truncated = sum(reason == "length" for reason in rollouts.finish_reason)
@@ -163,8 +164,8 @@ class Trainer:
 
     # --- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def _write(self, metrics: dict[str, float], rollouts: Rollouts, last: bool) -> None:
-        log = self.config.log
+    def _write(self, metrics: dict[str, float], rollouts: Rollouts, stopping: bool) -> None:
+        log, last = self.config.log, self.step == self.config.steps
         due = lambda every: every and self.step % every == 0  # noqa: E731
         if last or due(log.eval_every):
             metrics["eval/accuracy"] = self.evaluate()
@@ -172,7 +173,7 @@ class Trainer:
         if due(log.rollouts_every):
             self.run.write_rollouts(self.step, rollouts)
         self.run.append_metrics(row)
-        if last or due(log.checkpoint_every):
+        if last or stopping or due(log.checkpoint_every):
             self._save()
         for track in self.trackers:
             track(self.step, metrics)
@@ -201,7 +202,12 @@ class Trainer:
     def _open_sampler(self) -> Sampler:
         sampler, options = self.config.sampler, {}
         if sampler.engine == "vllm":
-            options = dict(kv_cache_gib=sampler.kv_cache_gib, max_sequences=sampler.max_sequences, seed=self.config.seed)
+            options = dict(
+                kv_cache_gib=sampler.kv_cache_gib,
+                gpu_memory=sampler.gpu_memory,
+                max_sequences=sampler.max_sequences,
+                seed=self.config.seed,
+            )
         self.console.say(f"starting {sampler.spec}")
         return open_sampler(sampler.spec, resolve(self.config.model), context=self.context, **options)
 

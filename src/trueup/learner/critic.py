@@ -22,14 +22,14 @@ class Critic:
         self.token_budget = token_budget
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """Values of one micro-batch, float32 [N]; differentiable."""
+        """Values of one micro-batch, float32 [N] on the CPU; differentiable."""
         hidden_NH = response_hidden(self.module["body"], rollouts)
-        return self.head(hidden_NH.float())[:, 0]
+        return self.head(hidden_NH.float())[:, 0].cpu()
 
     @torch.no_grad()
     def values(self, rollouts: Rollouts) -> Tensor:
         """Values of any number of rollouts, float32 [N] on the CPU."""
         values_N = torch.empty(rollouts.tokens)
         for rows in micro_batches(rollouts, self.token_budget):
-            values_N[token_rows(rollouts.offsets, rows)] = self(rollouts.rows(rows)).cpu()
+            values_N[token_rows(rollouts.offsets, rows)] = self(rollouts.rows(rows))
         return values_N

@@ -28,8 +28,11 @@ def resolve(name: str) -> str:
     return str(path) if path.exists() else name
 
 
-def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa") -> nn.Module:
-    """A causal LM by folder, hub name or `mini`. Raises ValueError if it is not one, FileNotFoundError if missing."""
+def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa", device: str = "cpu") -> nn.Module:
+    """A causal LM by folder, hub name or `mini`. Raises ValueError if it is not one, FileNotFoundError if missing.
+
+    device: `cpu`, `cuda`, or `auto` for a GPU where there is one.
+    """
     path = resolve(name)
     try:
         config = AutoConfig.from_pretrained(path)
@@ -37,7 +40,9 @@ def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa") -> n
         raise FileNotFoundError(f"model {name!r} was not found as a folder or on the hub: {error}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention).to(device)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -101,11 +106,15 @@ class Policy:
         self.chunk = chunk
 
     def __call__(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropy), float32 [N], of one micro-batch at each row's temperature; differentiable."""
+        """(log-probs, entropy), float32 [N] on the CPU, of one micro-batch at each row's temperature; differentiable.
+
+        On the CPU wherever the model is: what follows is small vectors, and rollouts live there.
+        """
         hidden_NH = response_hidden(self.model.base_model, rollouts)
         temperature_N = torch.repeat_interleave(rollouts.temperature, rollouts.lengths).to(hidden_NH.device)
         targets_N = rollouts.response_ids.to(hidden_NH.device)
-        return token_logprobs(hidden_NH, Head.of(self.model), targets_N, temperature_N, self.chunk)
+        logprobs_N, entropy_N = token_logprobs(hidden_NH, Head.of(self.model), targets_N, temperature_N, self.chunk)
+        return logprobs_N.cpu(), entropy_N.cpu()
 
     @torch.no_grad()
     def score(self, rollouts: Rollouts) -> tuple[Tensor, Tensor]:
@@ -113,8 +122,7 @@ class Policy:
         logprobs_N, entropy_N = torch.empty(rollouts.tokens), torch.empty(rollouts.tokens)
         for rows in micro_batches(rollouts, self.token_budget):
             tokens = token_rows(rollouts.offsets, rows)
-            logprobs, entropy = self(rollouts.rows(rows))
-            logprobs_N[tokens], entropy_N[tokens] = logprobs.cpu(), entropy.cpu()
+            logprobs_N[tokens], entropy_N[tokens] = self(rollouts.rows(rows))
         return logprobs_N, entropy_N
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,8 @@ class Learner:
         self.config = config
         learner = config.learner
         updates = config.steps * config.batch.minibatches * config.batch.epochs
-        model = load_causal_lm(config.model, learner.dtype, learner.attention)
+        settings = (learner.dtype, learner.attention, learner.device)
+        model = load_causal_lm(config.model, *settings)
         if learner.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         self.policy = Policy(model, learner.token_budget, learner.chunk)
@@ -68,13 +69,13 @@ class Learner:
         self.optimizer = MasterAdamW(model, learner, updates)
         self.critic = self.critic_optimizer = self.reference = None
         if config.advantage.kind == "gae":
-            body = load_causal_lm(config.critic.model or config.model, learner.dtype, learner.attention).base_model
+            body = load_causal_lm(config.critic.model or config.model, *settings).base_model
             if learner.gradient_checkpointing:
                 body.gradient_checkpointing_enable()
             self.critic = Critic(body, learner.token_budget)
             self.critic_optimizer = MasterAdamW(self.critic.module, config.critic, updates)
         if config.objective.kl_coefficient:
-            reference = load_causal_lm(config.model, learner.dtype, learner.attention).requires_grad_(False)
+            reference = load_causal_lm(config.model, *settings).requires_grad_(False)
             self.reference = Policy(reference, learner.token_budget, learner.chunk)
 
     def prepare(self, rollouts: Rollouts) -> tuple[Batch, dict[str, float]]:

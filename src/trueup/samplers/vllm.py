@@ -66,12 +66,12 @@ class VLLMSampler:
     """vLLM, started with dummy weights: what it samples with is always what `load` delivered."""
 
     def __init__(
-        self, model: str, precision: str, *, context: int, kv_cache_gib: int = 1, max_sequences: int = 512, seed: int = 0
+        self, model: str, precision: str, *, context: int, kv_cache_gib: int = 1, gpu_memory: float = 0.4, max_sequences: int = 512, seed: int = 0
     ):
         """model: folder or hub name whose config and tokenizer describe the architecture; its weights are not read.
 
         context: longest prompt plus response, tokens. kv_cache_gib: memory of the key/value cache on CPU, GiB.
-        max_sequences: responses decoded side by side.
+        gpu_memory: share of the GPU it may take. max_sequences: responses decoded side by side.
         """
         vllm = _import_vllm()
         self._vllm = vllm
@@ -87,7 +87,9 @@ class VLLMSampler:
             with torch.device("meta"):
                 self._quantised = linear_weights(AutoModelForCausalLM.from_config(config))
             options["hf_overrides"] = {"quantization_config": INT8_CONFIG}
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            options["gpu_memory_utilization"] = gpu_memory
+        else:
             os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib)
         try:
             self._llm = vllm.LLM(

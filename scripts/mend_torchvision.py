@@ -15,5 +15,7 @@ if importlib.util.find_spec("torchvision") is None:
 check = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
 if check.returncode:
     reason = check.stderr.strip().splitlines()[-1]
-    print(f"torchvision cannot be imported here ({reason}); removing {', '.join(PACKAGES)}, which text models do not need")
+    print(
+        f"torchvision cannot be imported here ({reason}); removing {', '.join(PACKAGES)}, which text models do not need"
+    )
     subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *PACKAGES], check=True)

@@ -1,6 +1,6 @@
 """Greedy accuracy of a checkpoint in plain transformers and plain vLLM, without any of trueup's engines.
 
-    python deployed.py CHECKPOINT PROBLEMS      prints {"transformers": accuracy, "vllm": accuracy}
+python deployed.py CHECKPOINT PROBLEMS      prints {"transformers": accuracy, "vllm": accuracy}
 """
 
 import json
@@ -29,11 +29,17 @@ inputs = tokenizer([problem.prompt for problem in problems], return_tensors="pt"
 inputs.pop("token_type_ids", None)
 with torch.no_grad():
     output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
-found = {"transformers": accuracy(tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))}
+found = {
+    "transformers": accuracy(
+        tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    )
+}
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
 llm = LLM(folder, max_model_len=128, enforce_eager=True)
-results = llm.generate([problem.prompt for problem in problems], SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+results = llm.generate(
+    [problem.prompt for problem in problems], SamplingParams(temperature=0, max_tokens=64), use_tqdm=False
+)
 found["vllm"] = accuracy([result.outputs[0].text for result in results])
 print(json.dumps(found))

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from trueup.config import OptimizerConfig, load_config
+from trueup.config import OptimizerConfig
+from trueup.configfile import load_config
 from trueup.learner.critic import Critic
 from trueup.learner.logprobs import Head, token_logprobs
 from trueup.learner.model import MINI, Policy, load_causal_lm, load_tokenizer, micro_batches, resolve, stop_token_ids
@@ -78,7 +79,9 @@ def test_policy_scores_as_the_model_itself_does_at_the_rows_temperature():
         logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         logp = (logits / rollouts.temperature[row]).log_softmax(-1)
         stop = start + len(response)
-        torch.testing.assert_close(found[start:stop], logp.gather(1, response[:, None])[:, 0].detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found[start:stop], logp.gather(1, response[:, None])[:, 0].detach(), rtol=1e-4, atol=1e-4
+        )
         torch.testing.assert_close(entropy[start:stop], -(logp.exp() * logp).sum(1).detach(), rtol=1e-4, atol=1e-4)
         start = stop
 

@@ -296,7 +296,6 @@ def test_every_kl_estimator_averages_to_about_the_kl_of_close_distributions(esti
         (dict(clip_low=1.2), "distances from a ratio of 1"),
         (dict(dual_clip=1.1), "must exceed 1 \\+ clip_high"),
         (dict(kind="gspo", dual_clip=3.0), "dual_clip belongs to kind=ppo"),
-        (dict(aggregation="constant"), "needs constant_length"),
     ],
 )
 def test_an_objective_that_cannot_work_is_refused(fields, message):

@@ -31,7 +31,9 @@ def test_the_scale_is_of_the_bf16_rounded_weight_in_float32():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=6, max_size=6), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    st.lists(st.floats(-1e6, 1e6, width=32), min_size=6, max_size=6), st.sampled_from([torch.float32, torch.bfloat16])
+)
 def test_the_error_is_at_most_half_a_step_and_the_codes_are_symmetric(values, dtype):
     weight = torch.tensor(values).view(2, 3).to(dtype)
     codes, scale = quantise(weight)
@@ -140,7 +142,7 @@ def state(model: nn.Module) -> dict:
 
 def assert_untouched(model: nn.Module, before: dict) -> None:
     for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name], ), name
+        assert torch.equal(value, before[name]), name
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -225,7 +227,10 @@ def test_the_meter_remembers_weights_that_are_updated_in_place(dtype):
 
 def test_the_meter_looks_at_every_stride_th_weight_of_covered_layers_only():
     meter = StepMeter(stride=2)
-    weights = lambda value: [("norm.weight", torch.ones(3) * value), ("up.weight", torch.tensor([[127.0, value, 0.0, value]]))]  # noqa: E731
+
+    def weights(value):
+        return [("norm.weight", torch.ones(3) * value), ("up.weight", torch.tensor([[127.0, value, 0.0, value]]))]
+
     assert meter.measure(weights(0.0), {"up.weight"}) is None
     assert meter.measure(weights(50.0), {"up.weight"}) == 1  # places 0 and 2 stood still
 

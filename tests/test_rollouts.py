@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trueup.arrow import from_arrow, to_arrow
 from trueup.rollouts import Rollouts, offsets_of, pack, segment_ids, segment_max, segment_sum
 
 ROW_COLUMNS = ("learner_version", "step", "group", "reward", "temperature", "top_p", "top_k", "min_p")
@@ -21,7 +22,12 @@ def example(**columns) -> Rollouts:
     """Three rows: two tokens, none, one."""
     columns.setdefault("finish_reason", ["stop", "length", "stop"])
     return Rollouts.from_lists(
-        [[1, 2], [3], [4, 5, 6]], [[7, 8], [], [9]], [[-0.5, NAN], [], [-2.0]], group=[0, 0, 1], engine="vllm:int8", **columns
+        [[1, 2], [3], [4, 5, 6]],
+        [[7, 8], [], [9]],
+        [[-0.5, NAN], [], [-2.0]],
+        group=[0, 0, 1],
+        engine="vllm:int8",
+        **columns,
     )
 
 
@@ -156,7 +162,7 @@ def test_a_file_of_another_schema_version_is_refused_by_number(tmp_path):
 @pytest.mark.parametrize("name", ["prompt_ids", "response_ids", "sampler_logprobs"])
 def test_a_missing_column_is_named(name):
     with pytest.raises(ValueError, match=f"dump has no column {name}; it has"):
-        Rollouts.from_arrow(table(**{name: None}), source="dump")
+        from_arrow(table(**{name: None}), source="dump")
 
 
 @pytest.mark.parametrize("name", ["sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"])
@@ -164,7 +170,7 @@ def test_a_row_whose_tokens_do_not_line_up_is_named(name):
     value = False if name == "loss_mask" else 1 if name == "sampler_version" else -1.0
     ragged = pa.array([[value, value], [value]])  # as many values in all as there are tokens
     with pytest.raises(ValueError, match=f"dump, row 0: {name} has 2 values for 1 response tokens"):
-        Rollouts.from_arrow(table(**{name: ragged}), source="dump")
+        from_arrow(table(**{name: ragged}), source="dump")
 
 
 def test_several_files_are_read_as_one(tmp_path):
@@ -197,7 +203,7 @@ def foreign(rows: Rollouts) -> pa.Table:
             return pa.large_list(wide[field.type.value_type])
         return wide.get(field.type, pa.dictionary(pa.int32(), pa.string()))
 
-    narrow = rows.to_arrow()
+    narrow = to_arrow(rows)
     return narrow.cast(pa.schema([(field.name, widen(field)) for field in narrow.schema]))
 
 
@@ -207,9 +213,9 @@ def test_any_slice_and_chunking_of_any_list_type_is_read(rows, data):
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     cut = data.draw(st.integers(start, stop))
-    for whole in (rows.to_arrow(), foreign(rows)):
+    for whole in (to_arrow(rows), foreign(rows)):
         part = pa.concat_tables([whole.slice(start, cut - start), whole.slice(cut, stop - cut)])
-        assert_same(Rollouts.from_arrow(part), rows.rows(range(start, stop)))
+        assert_same(from_arrow(part), rows.rows(range(start, stop)))
 
 
 def test_several_row_groups_are_read(tmp_path):
@@ -220,7 +226,7 @@ def test_several_row_groups_are_read(tmp_path):
 
 
 def test_lists_of_a_fixed_size_are_read():
-    found = Rollouts.from_arrow(table(prompt_ids=pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2))))
+    found = from_arrow(table(prompt_ids=pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2))))
     assert found.prompt(1).tolist() == [3, 4]
 
 
@@ -230,19 +236,19 @@ def test_lists_of_a_fixed_size_are_read():
     ids=["null values", "a null column", "null rows"],
 )
 def test_log_probs_that_no_engine_gave_are_nan_however_they_are_left_out(absent):
-    found = Rollouts.from_arrow(table(sampler_logprobs=absent, learner_logprobs=absent))
+    found = from_arrow(table(sampler_logprobs=absent, learner_logprobs=absent))
     assert found.sampler_logprobs.isnan().all() and found.learner_logprobs.isnan().all()
     assert found.sampler_logprobs.dtype == torch.float32 and found.tokens == 3
 
 
 def test_a_row_without_log_probs_does_not_move_those_of_others():
-    found = Rollouts.from_arrow(table(sampler_logprobs=pa.array([None, [-1.0, None]], pa.list_(pa.float64()))))
+    found = from_arrow(table(sampler_logprobs=pa.array([None, [-1.0, None]], pa.list_(pa.float64()))))
     assert found.sampler_logprobs.isnan().tolist() == [True, False, True]
     assert found.sampler_logprobs[1] == -1
 
 
 def test_null_values_of_optional_columns_take_the_default():
-    found = Rollouts.from_arrow(
+    found = from_arrow(
         table(
             loss_mask=pa.array([[False], [None, False]]),
             sampler_version=pa.array([None, [None, 4]]),
@@ -261,25 +267,29 @@ def test_null_values_of_optional_columns_take_the_default():
 
 def test_a_token_without_an_id_is_refused():
     with pytest.raises(ValueError, match="dump: response_ids holds 1 null ids"):
-        Rollouts.from_arrow(table(response_ids=pa.array([[4], [5, None]])), source="dump")
+        from_arrow(table(response_ids=pa.array([[4], [5, None]])), source="dump")
 
 
 @pytest.mark.parametrize(
     "name, column, message",
     [
         ("response_ids", pa.array(["4", "5 6"]), "response_ids is string, expected list<int32>"),
-        ("response_ids", pa.array([[4], [5, 2**33]]), "response_ids is list<.*int64>, expected list<int32>.* not in range"),
+        (
+            "response_ids",
+            pa.array([[4], [5, 2**33]]),
+            "response_ids is list<.*int64>, expected list<int32>.* not in range",
+        ),
         ("response_ids", pa.array([[4.0], [5.5, 6.0]]), "response_ids is list<.*double>, expected list<int32>"),
         ("reward", pa.array(["good", "bad"]), "reward is string, expected float"),
     ],
 )
 def test_a_column_that_cannot_hold_its_values_is_named_with_its_type(name, column, message):
     with pytest.raises(ValueError, match=f"dump: {message}"):
-        Rollouts.from_arrow(table(**{name: column}), source="dump")
+        from_arrow(table(**{name: column}), source="dump")
 
 
 def test_columns_that_trueup_does_not_know_are_passed_over():
-    assert len(Rollouts.from_arrow(table(note=pa.array(["a", "b"])))) == 2
+    assert len(from_arrow(table(note=pa.array(["a", "b"])))) == 2
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -288,7 +298,9 @@ def test_columns_that_trueup_does_not_know_are_passed_over():
 def test_columns_may_be_one_value_a_flat_list_or_one_list_a_response():
     one = example(loss_mask=False, sampler_version=3, learner_logprobs=-1.0)
     flat = example(loss_mask=[False] * 3, sampler_version=[3] * 3, learner_logprobs=torch.full((3,), -1.0))
-    rows = example(loss_mask=[[False] * 2, [], [False]], sampler_version=[[3, 3], [], [3]], learner_logprobs=[[-1, -1], [], [-1]])
+    rows = example(
+        loss_mask=[[False] * 2, [], [False]], sampler_version=[[3, 3], [], [3]], learner_logprobs=[[-1, -1], [], [-1]]
+    )
     assert_same(flat, one)
     assert_same(rows, one)
     assert one.learner_logprobs.dtype == torch.float32
@@ -318,7 +330,9 @@ def test_an_unknown_column_is_refused_by_name():
         example(rewards=1.0)
 
 
-@pytest.mark.parametrize("name", ["response_ids", "sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"])
+@pytest.mark.parametrize(
+    "name", ["response_ids", "sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"]
+)
 def test_a_token_column_of_the_wrong_length_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} holds 2 tokens but the responses have 3"):
         replace(example(learner_logprobs=-1.0), **{name: torch.zeros(2)})
@@ -346,7 +360,9 @@ def test_prompts_that_do_not_fit_the_responses_are_refused():
 def test_padding_on_either_side_is_taken_off(left_prompts, left_responses):
     def pad(rows, left, fill):
         width = max(len(row) for row in rows) + 1  # a column of padding alone
-        return torch.tensor([[fill] * (width - len(row)) + row if left else row + [fill] * (width - len(row)) for row in rows])
+        return torch.tensor(
+            [[fill] * (width - len(row)) + row if left else row + [fill] * (width - len(row)) for row in rows]
+        )
 
     prompts, responses = [[1, 2], [3], [4, 5, 6]], [[7, 8], [], [9]]
     mask = lambda rows, left: pad([[1] * len(row) for row in rows], left, 0)  # noqa: E731

@@ -117,7 +117,9 @@ def _original():
 
 
 def test_a_prompt_that_cannot_be_answered_in_the_context_is_refused(sampler):
-    with pytest.raises(ValueError, match="prompt 1 has 390 tokens; with 20 response tokens that is more than the context"):
+    with pytest.raises(
+        ValueError, match="prompt 1 has 390 tokens; with 20 response tokens that is more than the context"
+    ):
         sampler.generate([[5], [5] * 390], Sampling(max_tokens=20, stop_token_ids=(1,)))
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         sampler.generate([[]], Sampling(max_tokens=20, stop_token_ids=(1,)))
@@ -145,7 +147,10 @@ def test_int8_log_probs_are_those_of_simulated_int8_arithmetic(engines, policy, 
     with simulated_int8(exact.model):
         simulated = exact.score(rollouts)[0]
     assert torch.equal(exact.score(rollouts)[0], plain)  # and the model is itself again
-    off = {name: float((rollouts.sampler_logprobs - found).square().mean()) for name, found in (("plain", plain), ("simulated", simulated))}
+    off = {
+        name: float((rollouts.sampler_logprobs - found).square().mean())
+        for name, found in (("plain", plain), ("simulated", simulated))
+    }
     assert off["simulated"] < 0.5 * off["plain"], off
 
 

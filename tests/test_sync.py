@@ -8,7 +8,11 @@ import torch
 from trueup.rollouts import Rollouts
 from trueup.sync import Delivery, DeliveryError
 
-SPECS = ["transformers:fp32", pytest.param("vllm:bf16", marks=pytest.mark.engine), pytest.param("vllm:int8", marks=pytest.mark.engine)]
+SPECS = [
+    "transformers:fp32",
+    pytest.param("vllm:bf16", marks=pytest.mark.engine),
+    pytest.param("vllm:int8", marks=pytest.mark.engine),
+]
 VLLM = SPECS[1:]
 
 

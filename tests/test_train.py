@@ -1,7 +1,6 @@
 """The whole loop, as a user runs it: subprocesses, real engines, files that can be used afterwards."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,10 +11,10 @@ import pytest
 import torch
 import yaml
 
-from trueup.config import load_config
+from trueup.collect import ProblemStream
+from trueup.configfile import load_config
 from trueup.learner.model import MINI
 from trueup.rollouts import Rollouts
-from trueup.train import ProblemStream
 
 SMALL = [
     "algorithm=ppo",
@@ -56,22 +55,26 @@ def test_a_run_leaves_what_the_design_promises(whole_run):
     folder, summary = whole_run
     rows = metrics_of(folder)
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["version"] == 6
-    promised = """reward/mean reward/std response/length_mean response/truncated_fraction policy/entropy policy/clip_fraction
+    names = """reward/mean reward/std response/length_mean response/truncated_fraction policy/entropy policy/clip_fraction
         policy/kl_old policy/grad_norm policy/loss critic/explained_variance mismatch/kl_k1 mismatch/kl_k3
         mismatch/prob_diff_mean mismatch/prob_diff_max mismatch/log_rho_abs_mean mismatch/rho_mean mismatch/rho_mean_low
         mismatch/rho_mean_high mismatch/rho_max mismatch/ess_token mismatch/ess_sequence mismatch/missing_fraction
         correction/truncated_fraction correction/masked_fraction correction/weight_mean delivery/canary_kl staleness/mean
         time/step time/rollout time/logprobs time/update time/delivery time/correction throughput/tokens_per_second
-        throughput/rollout_tokens_per_second memory/peak_bytes""".split()
-    assert not [name for name in promised if name not in rows[-1]]
+        throughput/rollout_tokens_per_second memory/peak_bytes"""
+    assert not [name for name in names.split() if name not in rows[-1]]
     assert all(value == value for row in rows for value in row.values())
     assert "eval/accuracy" in rows[-1] and summary["accuracy_after"] == rows[-1]["eval/accuracy"]
     assert load_config(folder / "config.yaml").steps == 6
-    assert [path.name for path in sorted((folder / "rollouts").iterdir())] == [f"step-{n:06d}.parquet" for n in range(1, 7)]
+    assert [path.name for path in sorted((folder / "rollouts").iterdir())] == [
+        f"step-{n:06d}.parquet" for n in range(1, 7)
+    ]
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     rollouts = Rollouts.from_parquet(folder / "rollouts" / "step-000006.parquet")
     assert len(rollouts) == 32 and set(rollouts.step.tolist()) == {6} and set(rollouts.learner_version.tolist()) == {5}
-    assert float((rollouts.learner_logprobs - rollouts.sampler_logprobs).abs().max()) < 1e-3  # the same engine in float32
+    assert (
+        float((rollouts.learner_logprobs - rollouts.sampler_logprobs).abs().max()) < 1e-3
+    )  # the same engine in float32
     assert set(rollouts.reward.tolist()) <= {0.0, 1.0}
 
 
@@ -89,7 +92,9 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(whole_run, tmp_path
             if not name.startswith(OF_THE_MACHINE):
                 assert found[name] == expected[name], name
     for step in range(1, 7):
-        mine, theirs = (Rollouts.from_parquet(run / "rollouts" / f"step-{step:06d}.parquet") for run in (folder, whole_run[0]))
+        mine, theirs = (
+            Rollouts.from_parquet(run / "rollouts" / f"step-{step:06d}.parquet") for run in (folder, whole_run[0])
+        )
         assert torch.equal(mine.response_ids, theirs.response_ids)
         assert torch.equal(mine.learner_logprobs, theirs.learner_logprobs)
 
@@ -120,7 +125,14 @@ def test_a_stop_finishes_the_step_and_says_how_to_go_on(tmp_path, how):
 def test_int8_rollouts_with_tis_learn_and_the_checkpoint_deploys(tmp_path):
     """The demo in small: accuracy rises, and plain transformers and plain vLLM find the accuracy that the run reports."""
     folder = tmp_path / "run"
-    settings = ["correction=tis", "sampler.precision=int8", "steps=4", "batch.prompts=32", "batch.samples=8", "batch.minibatches=4"]
+    settings = [
+        "correction=tis",
+        "sampler.precision=int8",
+        "steps=4",
+        "batch.prompts=32",
+        "batch.samples=8",
+        "batch.minibatches=4",
+    ]
     settings += ["learner.lr=2e-4", "log.eval_problems=256"]
     done = trueup("train", *SMALL, *settings, "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
@@ -130,7 +142,12 @@ def test_int8_rollouts_with_tis_learn_and_the_checkpoint_deploys(tmp_path):
     rollouts = Rollouts.from_parquet(folder / "rollouts" / "step-000004.parquet")
     assert set(rollouts.engine) == {"vllm:int8"} and set(rollouts.sampler_version.tolist()) == {3}
     check = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "deployed.py"), str(folder / "checkpoints" / "step-000004"), "256"],
+        [
+            sys.executable,
+            str(Path(__file__).parent / "deployed.py"),
+            str(folder / "checkpoints" / "step-000004"),
+            "256",
+        ],
         capture_output=True,
         text=True,
         timeout=300,
@@ -144,7 +161,14 @@ def test_int8_rollouts_with_tis_learn_and_the_checkpoint_deploys(tmp_path):
 @pytest.mark.engine
 def test_dapo_on_bf16_rollouts_fills_its_batches_with_signal(tmp_path):
     folder = tmp_path / "run"
-    settings = ["algorithm=dapo", "steps=2", "reward.max_refills=20", "sampler.precision=bf16", "reward.overlong_buffer=16", "log.trackers=[tensorboard]"]
+    settings = [
+        "algorithm=dapo",
+        "steps=2",
+        "reward.max_refills=20",
+        "sampler.precision=bf16",
+        "reward.overlong_buffer=16",
+        "log.trackers=[tensorboard]",
+    ]
     done = trueup("train", *SMALL, *settings, "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
     rows = metrics_of(folder)
@@ -155,7 +179,9 @@ def test_dapo_on_bf16_rollouts_fills_its_batches_with_signal(tmp_path):
 
 def test_stale_deliveries_are_stamped(tmp_path):
     folder = tmp_path / "run"
-    done = trueup("train", *SMALL, *EXACT, "steps=3", "delivery.every=2", "log.checkpoint_every=0", "--out", folder, "--json")
+    done = trueup(
+        "train", *SMALL, *EXACT, "steps=3", "delivery.every=2", "log.checkpoint_every=0", "--out", folder, "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert [row["staleness/mean"] for row in metrics_of(folder)] == [0, 1, 0]
     assert [row["version"] for row in metrics_of(folder)] == [0, 2, 2]
@@ -198,7 +224,9 @@ def test_a_folder_with_a_run_is_not_overwritten(whole_run):
 
 
 def test_print_config_shows_every_field_resolved():
-    done = trueup("train", "configs/sums-ppo-int8-tis.yaml", "seed=3", "--print-config", cwd=Path(__file__).parent.parent)
+    done = trueup(
+        "train", "configs/sums-ppo-int8-tis.yaml", "seed=3", "--print-config", cwd=Path(__file__).parent.parent
+    )
     assert done.returncode == 0, done.stderr
     config = load_config(yaml.safe_load(done.stdout))
     assert config.seed == 3 and config.advantage.kind == "gae" and config.sampler.precision == "int8"
@@ -207,11 +235,15 @@ def test_print_config_shows_every_field_resolved():
 @pytest.mark.parametrize("verb", ["train", "mini"])
 def test_every_verb_has_help_with_an_example(verb):
     done = trueup(verb, "--help")
-    assert done.returncode == 0 and f"example: trueup {verb}" in " ".join(done.stdout.split()) and "--json" in done.stdout
+    assert (
+        done.returncode == 0 and f"example: trueup {verb}" in " ".join(done.stdout.split()) and "--json" in done.stdout
+    )
 
 
 def test_the_package_imports_without_any_engine():
-    code = "import sys, trueup, trueup.mismatch, trueup.correction; assert not {'vllm', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, trueup, trueup.mismatch, trueup.correction; assert not {'vllm', 'transformers'} & set(sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

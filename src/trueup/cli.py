@@ -12,6 +12,7 @@ from pathlib import Path
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 success, 1 a gate the user asked for failed, 2 bad input."""
     arguments = _parser().parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; a note on NUMA at every start
     try:
         return arguments.verb(arguments)
     except KeyboardInterrupt:
@@ -49,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         "trueup train configs/sums-ppo-int8-tis.yaml sampler.precision=bf16 correction=none seed=1 --out runs/first",
     )
     train.add_argument("config", nargs="?", help="YAML file; without it every field has its default")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. sampler.precision=int8")
+    train.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. sampler.precision=int8"
+    )
     train.add_argument("--out", help="run directory (default: runs/<config's name>, numbered if taken)")
     train.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -61,14 +64,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb(verbs, function, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=f"example: {example}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output, all else on standard error")
+    parser = verbs.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=f"example: {example}"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output, all else on standard error"
+    )
     parser.set_defaults(verb=function)
     return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from trueup.config import ConfigError, load_config
+    from trueup.config import ConfigError
+    from trueup.configfile import load_config
 
     source, overrides = arguments.config, arguments.overrides
     if source and "=" in source and not Path(source).exists():
@@ -80,7 +88,7 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError("--resume needs --out DIR, the run directory to continue")
     config = load_config(source, overrides)
     if arguments.print_config:
-        print(json.dumps(config.model_dump(mode="json")) if arguments.json else config.to_yaml(), end="")
+        print(config.model_dump_json() if arguments.json else config.to_yaml())
         return 0
     from trueup.train import train
 
@@ -107,7 +115,7 @@ def _print_summary(summary: dict) -> None:
 
     last = summary["last"] or {}
     percent = lambda value: "-" if value is None else f"{value:.1%}"  # noqa: E731
-    table = Table(title=f"{summary['run']}: {summary['steps']} steps on {summary['sampler']} rollouts")
+    table = Table(show_header=False)
     rows = {
         "held-out greedy accuracy before": percent(summary["accuracy_before"]),
         "held-out greedy accuracy after": percent(summary["accuracy_after"]),
@@ -116,18 +124,24 @@ def _print_summary(summary: dict) -> None:
         "ESS per token": f"{last.get('mismatch/ess_token', float('nan')):.4f}",
         "ESS per response": f"{last.get('mismatch/ess_sequence', float('nan')):.4f}",
     }
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    table.add_column()
+    table.add_column(justify="right")
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    console = Console(highlight=False)
+    console.print(f"\n{summary['run']}: {summary['steps']} steps on {summary['sampler']} rollouts", soft_wrap=True)
+    console.print(table)
 
 
 def _mini(arguments: argparse.Namespace) -> int:
     from trueup.mini import make_mini
 
     report = make_mini(arguments.directory, seed=arguments.seed)
-    print(json.dumps({"directory": arguments.directory, "report": report}) if arguments.json else f"wrote {arguments.directory}")
+    print(
+        json.dumps({"directory": arguments.directory, "report": report})
+        if arguments.json
+        else f"wrote {arguments.directory}"
+    )
     return 0
 
 

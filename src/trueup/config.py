@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trueup.correction import Correction, preset
 from trueup.objectives import Objective
@@ -217,14 +213,7 @@ class RunConfig(Section):
     @classmethod
     def _apply_algorithm(cls, given):
         if isinstance(given, dict) and isinstance(name := given.get("algorithm", "grpo"), str) and name in ALGORITHMS:
-            given = _merge(ALGORITHMS[name], given)
-            objective, batch = given.get("objective"), given.get("batch", {})
-            if isinstance(objective, dict) and objective.get("aggregation") == "constant":
-                # Dr. GRPO's constant is the longest response allowed, which the batch already says.
-                default = BatchConfig().response_length
-                known = isinstance(batch, dict)
-                length = batch.get("response_length", default) if known else getattr(batch, "response_length", default)
-                objective.setdefault("constant_length", length)
+            return merge(ALGORITHMS[name], given)
         return given
 
     @model_validator(mode="after")
@@ -279,88 +268,10 @@ class RunConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def load_config(source: str | Path | dict | None = None, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """A YAML file (or mapping) plus dotted overrides `key.path=value`. Raises ConfigError with the remedy."""
-    given = _read(source)
-    for override in overrides:
-        path, separator, text = override.partition("=")
-        if not separator or not path:
-            raise ConfigError(f"override {override!r} is not KEY=VALUE, e.g. sampler.precision=int8")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {override!r}: {text!r} is not a YAML value: {error}") from error
-        *sections, key = path.split(".")
-        target = given
-        for section in sections:
-            nested = target.get(section)
-            if target is given and section == "correction" and isinstance(nested, str):
-                nested = target[section] = {"preset": nested}  # the field changes the named preset
-            elif not isinstance(nested, dict):
-                nested = target[section] = {}
-            target = nested
-        target[key] = _number(value)
-    try:
-        return RunConfig.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from None
-
-
-def _read(source: str | Path | dict | None) -> dict:
-    if source is None:
-        return {}
-    if isinstance(source, dict):
-        return _merge({}, source)
-    path = Path(source)
-    if not path.is_file():
-        near = get_close_matches(path.name, [found.name for found in path.parent.glob("*.yaml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give a YAML file such as configs/sums-ppo-int8-tis.yaml"
-        raise ConfigError(f"config {str(path)!r} does not exist{hint}")
-    try:
-        given = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config {str(path)!r} is not YAML: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"config {str(path)!r} holds {type(given).__name__}; expected keys and values, e.g. `task: sums`")
-    return _numbers(given)
-
-
-def _merge(below: dict, above: dict) -> dict:
+def merge(below: dict, above: dict) -> dict:
     """Nested dictionaries, `above` winning; neither is changed."""
-    merged = {key: _merge(value, {}) if isinstance(value, dict) else value for key, value in below.items()}
+    merged = {key: merge(value, {}) if isinstance(value, dict) else value for key, value in below.items()}
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else (_merge(value, {}) if isinstance(value, dict) else value)
+        merged[key] = merge(merged[key], value) if both else (merge(value, {}) if isinstance(value, dict) else value)
     return merged
-
-
-def _number(value):
-    """YAML 1.1 reads 1e-6 as text; people write it as a number."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
-
-
-def _numbers(value):
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    return _number(value)
-
-
-def _explain(problem: dict) -> str:
-    """One pydantic error as a sentence with the key, the value and, for an unknown key, the nearest valid one."""
-    path = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        section = RunConfig
-        for part in problem["loc"][:-1]:
-            section = section.model_fields[part].annotation
-        known = [field.name for field in fields(section)] if is_dataclass(section) else list(section.model_fields)
-        near = get_close_matches(str(problem["loc"][-1]), known, n=1)
-        hint = f"did you mean {'.'.join([*map(str, problem['loc'][:-1]), near[0]])}?" if near else f"known: {', '.join(known)}"
-        return f"unknown key {path!r}; {hint}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if not path:
-        return message
-    if problem["type"] == "literal_error":
-        expected = problem["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        near = get_close_matches(str(problem["input"]), expected, n=1)
-        message = f"expected one of {', '.join(expected)}" + (f"; did you mean {near[0]}?" if near else "")
-    return f"{path}={problem['input']!r}: {message}"

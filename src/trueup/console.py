@@ -45,7 +45,13 @@ class RunConsole:
     def start(self, first: int, steps: int) -> None:
         if not self.console.is_terminal:
             return
-        columns = [TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+        columns = [
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        ]
         self._progress = Progress(*columns, console=self.console, transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=first)
         self._progress.start()

@@ -67,7 +67,9 @@ class Filter:
     """`token`: each token for itself. `sum`, `mean`, `max`: over the response, which is then dropped whole. A ratio is
     aggregated in log space: its sum is the product of rho, its mean the geometric mean."""
     low: float = -math.inf
+    """Smallest value that passes, in the criterion's unit; -inf: no limit."""
     high: float = math.inf
+    """Largest value that passes; inf: no limit."""
     negative_advantage_only: bool = False
     """Drop only tokens whose advantage is below 0: learning from a failure that the learner would hardly have produced
     is what destabilises (DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking)."""
@@ -93,8 +95,11 @@ class Correction:
     bound: str = "truncate"
     """`truncate`: clamp into [low, high]. `mask`: drop outside [low, high], raw ratio inside. `none`: raw ratio."""
     low: float = 0.0
+    """Lower bound of the ratio itself, at most 1; 0: none."""
     high: float = 2.0
+    """Upper bound, at least 1: TIS's C. 2 is the published value for 0.5B models; 8 was used at 32B."""
     filters: tuple[Filter, ...] = ()
+    """Each drops tokens or responses besides."""
     anchor: str = "learner"
     """`sampler`: the trainer takes the sampler's log-probs as pi_old inside the clip (PPO-IS, "bypass"); weights 1."""
     dropped_in_denominator: bool = False

@@ -40,12 +40,11 @@ class Objective:
     """ppo only: the loss of a negative advantage is at most dual_clip * |A| (Ye et al. 2019, arXiv 1912.09729)."""
     aggregation: str = "token-mean"
     """`token-mean` (DAPO), `sequence-mean` (GRPO: mean over a response's tokens, then over responses), `constant` (Dr.
-    GRPO: sum over tokens, divided by responses * constant_length, so that length does not scale the gradient)."""
-    constant_length: int | None = None
-    """Tokens; for `constant`: the longest response allowed."""
+    GRPO: sum over tokens, divided by responses * longest length allowed, so that length does not scale the gradient)."""
     kl_coefficient: float = 0.0
     """Of `kl_penalty` towards a reference, added to the token losses."""
     kl_estimator: str = "k3"
+    """`k1`, `k2`, `k3` of `kl_penalty`; k3 is what GRPO uses."""
     entropy_coefficient: float = 0.0
     """Of the entropy, subtracted from the token losses."""
     value_clip: float | None = 0.2
@@ -69,8 +68,6 @@ class Objective:
             raise ValueError(f"dual_clip belongs to kind=ppo; {self.kind} has none")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip={self.dual_clip} must exceed 1 + clip_high = {1 + self.clip_high}")
-        if self.aggregation == "constant" and not self.constant_length:
-            raise ValueError("aggregation=constant needs constant_length, the longest response allowed, in tokens")
 
 
 def policy_loss(

@@ -20,7 +20,13 @@ INT8_CONFIG = {
         "group_0": {
             "targets": ["Linear"],
             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
         }
     },
     "ignore": ["lm_head"],
@@ -33,7 +39,9 @@ _SMALLEST_SCALE = 1e-12  # an all-zero channel stays zero instead of dividing by
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[out, in] -> (int8 [out, in], float32 scale [out, 1]). Give the bf16-rounded weight that the learner scores with."""
     if not weight.isfinite().all():
-        raise ValueError("a weight holds NaN or infinity; int8 cannot carry it. Look at policy/grad_norm before this step")
+        raise ValueError(
+            "a weight holds NaN or infinity; int8 cannot carry it. Look at policy/grad_norm before this step"
+        )
     exact = weight.float()
     scale = (exact.abs().amax(dim=1, keepdim=True) / 127).clamp_min(_SMALLEST_SCALE)
     return (exact / scale).round_().clamp_(-127, 127).to(torch.int8), scale
@@ -48,7 +56,9 @@ def linear_weights(model: nn.Module) -> set[str]:
     """Names of the weights that int8 covers: every linear layer but the head. Embeddings and norms are no linears."""
     head = model.get_output_embeddings()
     return {
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
     }
 
 

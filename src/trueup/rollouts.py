@@ -1,4 +1,4 @@
-"""Rollouts: the one type that flows through trueup, and its parquet schema.
+"""Rollouts: the one type that flows through trueup. Its parquet schema is in `arrow.py`.
 
 Token streams are stored packed, as Arrow stores lists: one flat vector over all responses and `offsets` that cut it.
 Shapes in names: B responses, P prompt tokens in all, N response tokens in all.
@@ -6,7 +6,6 @@ Shapes in names: B responses, P prompt tokens in all, N response tokens in all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,10 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SCHEMA_VERSION = 1
-
-# Columns of the parquet file, with what a reader assumes when an optional one, or a value of it, is absent.
-_ROW_COLUMNS = {
+# Columns, with what a reader of a file assumes when an optional one, or a value of it, is absent.
+ROW_COLUMNS = {
     "learner_version": (torch.int32, -1),
     "step": (torch.int32, 0),
     "group": (torch.int32, -1),
@@ -28,8 +25,8 @@ _ROW_COLUMNS = {
     "top_k": (torch.int32, -1),
     "min_p": (torch.float32, 0.0),
 }
-_TEXT_COLUMNS = {"finish_reason": "", "engine": ""}
-_TOKEN_COLUMNS = {
+TEXT_COLUMNS = {"finish_reason": "", "engine": ""}
+TOKEN_COLUMNS = {
     "response_ids": (torch.int32, None),
     "sampler_logprobs": (torch.float32, float("nan")),
     "learner_logprobs": (torch.float32, float("nan")),
@@ -114,18 +111,20 @@ class Rollouts:
 
     def __post_init__(self):
         count, tokens = len(self.offsets) - 1, int(self.offsets[-1])
-        for name in _TOKEN_COLUMNS:
+        for name in TOKEN_COLUMNS:
             column = getattr(self, name)
             if column is not None and len(column) != tokens:
                 raise ValueError(
                     f"{name} holds {len(column)} tokens but the responses have {tokens}; "
                     "every token column must have one value per response token"
                 )
-        for name in (*_ROW_COLUMNS, *_TEXT_COLUMNS):
+        for name in (*ROW_COLUMNS, *TEXT_COLUMNS):
             if len(getattr(self, name)) != count:
                 raise ValueError(f"{name} holds {len(getattr(self, name))} values for {count} responses")
         if len(self.prompt_offsets) != count + 1:
-            raise ValueError(f"{len(self.prompt_offsets) - 1} prompts for {count} responses; give one prompt a response")
+            raise ValueError(
+                f"{len(self.prompt_offsets) - 1} prompts for {count} responses; give one prompt a response"
+            )
         if len(self.prompt_ids) != int(self.prompt_offsets[-1]):
             raise ValueError(
                 f"prompt_ids holds {len(self.prompt_ids)} tokens but prompt_offsets ends at {int(self.prompt_offsets[-1])}"
@@ -153,15 +152,15 @@ class Rollouts:
             offsets=offsets,
         )
         for name in ("sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"):
-            dtype, default = _TOKEN_COLUMNS[name]
+            dtype, default = TOKEN_COLUMNS[name]
             value = columns.pop(name, None)
             if value is not None:
                 built[name] = _token_column(name, value, lengths, dtype)
             elif name != "learner_logprobs":
-                built[name] = _column(default, sum(lengths), dtype)
-        for name, (dtype, default) in _ROW_COLUMNS.items():
-            built[name] = _column(columns.pop(name, default), count, dtype)
-        for name, default in _TEXT_COLUMNS.items():
+                built[name] = column_of(default, sum(lengths), dtype)
+        for name, (dtype, default) in ROW_COLUMNS.items():
+            built[name] = column_of(columns.pop(name, default), count, dtype)
+        for name, default in TEXT_COLUMNS.items():
             value = columns.pop(name, default)
             built[name] = [value] * count if isinstance(value, str) else list(value)
         if columns:
@@ -246,126 +245,32 @@ class Rollouts:
             prompt_offsets=offsets_of(self.prompt_offsets.diff()[index]),
             offsets=offsets_of(self.lengths[index]),
         )
-        for name in _TOKEN_COLUMNS:
+        for name in TOKEN_COLUMNS:
             column = getattr(self, name)
             picked[name] = None if column is None else column[token_index]
-        for name in _ROW_COLUMNS:
+        for name in ROW_COLUMNS:
             picked[name] = getattr(self, name)[index]
-        for name in _TEXT_COLUMNS:
+        for name in TEXT_COLUMNS:
             column = getattr(self, name)
             picked[name] = [column[row] for row in index.tolist()]
         return replace(self, **picked)
 
-    # --- parquet --------------------------------------------------------------------------------------------------
+    # --- files ----------------------------------------------------------------------------------------------------
 
     def to_parquet(self, path: str | Path) -> None:
         """Write schema version 1, to a temporary name first: a kill leaves the old file or the new one, never half."""
-        import pyarrow.parquet as parquet
+        from trueup.arrow import write_parquet
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        parquet.write_table(self.to_arrow(), temporary, compression="zstd")
-        os.replace(temporary, path)
-
-    def to_arrow(self):
-        """A pyarrow Table in schema version 1; the token vectors are shared, not copied."""
-        import pyarrow as pa
-
-        def ragged(values: Tensor, offsets: Tensor, nan_is_null: bool = False) -> pa.Array:
-            flat = pa.array(values.numpy(), from_pandas=nan_is_null)
-            return pa.ListArray.from_arrays(pa.array(offsets.numpy().astype(np.int32)), flat)
-
-        columns = {
-            "prompt_ids": ragged(self.prompt_ids, self.prompt_offsets),
-            "response_ids": ragged(self.response_ids, self.offsets),
-            "sampler_logprobs": ragged(self.sampler_logprobs, self.offsets, nan_is_null=True),
-        }
-        if self.learner_logprobs is not None:
-            columns["learner_logprobs"] = ragged(self.learner_logprobs, self.offsets, nan_is_null=True)
-        columns["loss_mask"] = ragged(self.loss_mask, self.offsets)
-        columns["sampler_version"] = ragged(self.sampler_version, self.offsets)
-        for name in _ROW_COLUMNS:
-            columns[name] = pa.array(getattr(self, name).numpy())
-        for name in _TEXT_COLUMNS:
-            columns[name] = pa.array(getattr(self, name), pa.string())
-        return pa.table(columns).replace_schema_metadata({"trueup.schema": str(SCHEMA_VERSION)})
+        write_parquet(self, path)
 
     @classmethod
     def from_parquet(cls, paths: str | Path | Iterable[str | Path]) -> Rollouts:
         """Read one file or several; optional columns that are absent take the defaults of `from_lists`."""
-        import pyarrow.parquet as parquet
+        from trueup.arrow import read_parquet
 
         if isinstance(paths, (str, Path)):
             paths = [paths]
-        return cls.concat([cls.from_arrow(parquet.read_table(path), source=str(path)) for path in paths])
-
-    @classmethod
-    def from_arrow(cls, table, source: str = "table") -> Rollouts:
-        """From a pyarrow Table in schema version 1, by whatever tool: any list, integer or float type that holds the values
-        will do, and a null is an absent value. Raises ValueError on another version or a missing or unfit column."""
-        import pyarrow as pa
-
-        version = (table.schema.metadata or {}).get(b"trueup.schema", b"1").decode()
-        if version != str(SCHEMA_VERSION):
-            raise ValueError(
-                f"{source} has trueup.schema={version}; this trueup reads version {SCHEMA_VERSION}: "
-                "install the release that wrote it, or convert the file"
-            )
-        for name in ("prompt_ids", "response_ids", "sampler_logprobs"):
-            if name not in table.column_names:
-                raise ValueError(f"{source} has no column {name}; it has {table.column_names}")
-        count = table.num_rows
-
-        def read(name: str, dtype: torch.dtype, is_list: bool) -> pa.Array:
-            column, kind = table.column(name), pa.type_for_alias(str(dtype).removeprefix("torch."))
-            try:
-                return column.cast(pa.large_list(kind) if is_list else kind).combine_chunks()
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                expected = f"list<{kind}>" if is_list else str(kind)
-                raise ValueError(f"{source}: {name} is {column.type}, expected {expected}: {error}") from None
-
-        def flat(name: str, array: pa.Array, default) -> Tensor:
-            if array.null_count and default is None:
-                raise ValueError(f"{source}: {name} holds {array.null_count} null ids; every token has an id")
-            return torch.from_numpy(np.array(array.fill_null(default) if array.null_count else array))
-
-        def ragged(name: str, dtype: torch.dtype, default=None) -> tuple[Tensor, Tensor, Tensor]:
-            array = read(name, dtype, is_list=True)
-            present_B = torch.from_numpy(np.array(array.is_valid()))
-            lengths_B = torch.from_numpy(np.array(array.value_lengths().fill_null(0)))
-            return flat(name, array.flatten(), default), lengths_B, present_B  # flatten honours slices and null rows
-
-        prompt_ids, prompt_lengths_B, _ = ragged("prompt_ids", torch.int32)
-        response_ids, lengths_B, _ = ragged("response_ids", torch.int32)
-        offsets = offsets_of(lengths_B)
-        built = dict(
-            prompt_ids=prompt_ids, prompt_offsets=offsets_of(prompt_lengths_B), response_ids=response_ids, offsets=offsets
-        )
-        for name in ("sampler_logprobs", "learner_logprobs", "loss_mask", "sampler_version"):
-            dtype, default = _TOKEN_COLUMNS[name]
-            if name in table.column_names:
-                values, own_lengths_B, present_B = ragged(name, dtype, default)
-                wrong_B = present_B & (own_lengths_B != lengths_B)
-                if wrong_B.any():
-                    row = int(wrong_B.nonzero()[0])
-                    raise ValueError(
-                        f"{source}, row {row}: {name} has {int(own_lengths_B[row])} values for "
-                        f"{int(lengths_B[row])} response tokens"
-                    )
-                built[name] = _column(default, int(offsets[-1]), dtype)
-                built[name][present_B.repeat_interleave(lengths_B)] = values
-            elif name != "learner_logprobs":
-                built[name] = _column(default, int(offsets[-1]), dtype)
-        for name, (dtype, default) in _ROW_COLUMNS.items():
-            if name in table.column_names:
-                built[name] = flat(name, read(name, dtype, is_list=False), default)
-            else:
-                built[name] = _column(default, count, dtype)
-        for name, default in _TEXT_COLUMNS.items():
-            known = name in table.column_names
-            built[name] = [value or default for value in table.column(name).to_pylist()] if known else [default] * count
-        return cls(**built)
+        return cls.concat([read_parquet(path) for path in paths])
 
 
 def token_rows(offsets: Tensor, index: Tensor) -> Tensor:
@@ -376,7 +281,8 @@ def token_rows(offsets: Tensor, index: Tensor) -> Tensor:
     return torch.repeat_interleave(starts, lengths) + local
 
 
-def _column(value, length: int, dtype: torch.dtype) -> Tensor:
+def column_of(value, length: int, dtype: torch.dtype) -> Tensor:
+    """One value for all, or one each -> a column of `length` values."""
     column = torch.as_tensor(value, dtype=dtype)
     return column.expand(length).clone() if column.dim() == 0 else column
 
@@ -384,7 +290,7 @@ def _column(value, length: int, dtype: torch.dtype) -> Tensor:
 def _token_column(name: str, value, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """One value, a flat column, or one list a response -> [N]. Rows must be as long as the responses they belong to."""
     if not isinstance(value, (list, tuple)) or not value or np.ndim(value[0]) == 0:
-        return _column(value, sum(lengths), dtype)
+        return column_of(value, sum(lengths), dtype)
     if len(value) != len(lengths):
         raise ValueError(f"{name} has {len(value)} rows for {len(lengths)} responses")
     for row, (values, length) in enumerate(zip(value, lengths)):

@@ -11,7 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trueup.config import RunConfig, load_config
+from trueup.config import RunConfig
+from trueup.configfile import load_config
 from trueup.rollouts import Rollouts
 
 
@@ -45,7 +46,9 @@ class RunDirectory:
         """A run to be continued, and its configuration."""
         run = cls(path)
         if not (run.path / "config.yaml").exists():
-            raise RunDirectoryError(f"{run.path} holds no run to resume (no config.yaml); leave --resume out to start one")
+            raise RunDirectoryError(
+                f"{run.path} holds no run to resume (no config.yaml); leave --resume out to start one"
+            )
         config = load_config(run.path / "config.yaml")
         run._acquire()
         return run, config

@@ -31,7 +31,9 @@ from trueup.rollouts import Rollouts, pack, segment_sum
 from trueup.samplers.base import Sampler, Sampling
 
 _LEAST_PROBABILITY = 1e-3  # tokens both sides call impossible say little of the weights, at enormous |log rho|
-_POWER = 8.0  # the slope is asked for once the learner's squared change is this many times the noise: it then errs by 1/9
+_POWER = (
+    8.0  # the slope is asked for once the learner's squared change is this many times the noise: it then errs by 1/9
+)
 _ARRIVED = 0.75  # a slope that is surely below this is no noise
 _FLOOR = 5e-4  # mean |pi - mu| that matters to nobody, a fifth of what bf16 shows: it is added wherever two are divided
 _STALE = 5e-3  # mean |mu - mu| between decode and prefill of one engine; sound ones show below 1e-3
@@ -86,7 +88,9 @@ class Delivery:
         self.prove = prove
         self._prompts = [list(map(int, prompt)) for prompt in prompts]
         self._longest = context - tokens - 1
-        self._answering = Sampling(max_tokens=min(32, context - max(map(len, prompts))), stop_token_ids=stop_token_ids, seed=0)
+        self._answering = Sampling(
+            max_tokens=min(32, context - max(map(len, prompts))), stop_token_ids=stop_token_ids, seed=0
+        )
         self._continuing = Sampling(max_tokens=tokens, stop_token_ids=(), seed=0)
         self._answers: list[list[int]] = []  # given when the sampler first holds weights, and kept
         self._quantised = linear_weights(policy.model) if sampler.engine.endswith("int8") else set()

@@ -21,7 +21,9 @@ def _tensorboard(config: RunConfig, folder: Path) -> Callable[[int, dict], None]
 
 
 def _wandb(config: RunConfig, folder: Path) -> Callable[[int, dict], None]:
-    run = _need("wandb", "wandb").init(project="trueup", name=folder.name, config=config.model_dump(mode="json"), dir=str(folder))
+    run = _need("wandb", "wandb").init(
+        project="trueup", name=folder.name, config=config.model_dump(mode="json"), dir=str(folder)
+    )
     return lambda step, metrics: run.log(metrics, step=step)
 
 

@@ -29,7 +29,9 @@ class Head:
         """Read the head of a transformers causal LM. Raises ValueError where it is not a linear layer."""
         linear = model.get_output_embeddings()
         if not isinstance(linear, nn.Linear):
-            raise ValueError(f"the head of {type(model).__name__} is {type(linear).__name__}; trueup needs a linear head")
+            raise ValueError(
+                f"the head of {type(model).__name__} is {type(linear).__name__}; trueup needs a linear head"
+            )
         config = model.config.get_text_config()
         multiplier = getattr(config, "logit_scale", None) or 1.0
         multiplier /= getattr(config, "logits_scaling", None) or 1.0

@@ -39,7 +39,9 @@ def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa", devi
     except OSError as error:
         raise FileNotFoundError(f"model {name!r} was not found as a folder or on the hub: {error}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those")
+        raise ValueError(
+            f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention).to(device)

@@ -93,7 +93,11 @@ class MasterAdamW:
             for (name, weight), master in zip(self._named, self._masters):
                 master.copy_(state[f"master/{name}"])
                 weight.copy_(master)
-                kept = {key: state[f"{key}/{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state}
+                kept = {
+                    key: state[f"{key}/{name}"].clone()
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    if f"{key}/{name}" in state
+                }
                 if kept:
                     self._adamw.state[master] = kept
 

@@ -96,7 +96,10 @@ class Learner:
         reward_B = rollouts.reward
         if config.reward.overlong_buffer:
             reward_B = reward_B + overlong_penalty(
-                rollouts.lengths, config.batch.response_length, config.reward.overlong_buffer, config.reward.overlong_penalty
+                rollouts.lengths,
+                config.batch.response_length,
+                config.reward.overlong_buffer,
+                config.reward.overlong_penalty,
             )
         kind = config.advantage.kind
         if kind == "gae":
@@ -133,7 +136,9 @@ class Learner:
                     self._update_critic(batch, index, totals)
         metrics = totals.metrics()
         if self.critic is not None:
-            metrics["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.rollouts.loss_mask)
+            metrics["critic/explained_variance"] = explained_variance(
+                batch.values, batch.returns, batch.rollouts.loss_mask
+            )
         return metrics | {"time/update": time.perf_counter() - start}
 
     def _update_policy(self, batch: Batch, index: Tensor, totals: _Totals) -> None:
@@ -152,7 +157,12 @@ class Learner:
                 seen_logprobs[tokens], seen_entropy[tokens] = logprobs_N.detach(), entropy_N.detach()
             begin = time.perf_counter()
             corrected = correct(
-                config.correction, rollouts.sampler_logprobs, pi_old_N, rollouts.offsets, rollouts.loss_mask, part.advantages
+                config.correction,
+                rollouts.sampler_logprobs,
+                pi_old_N,
+                rollouts.offsets,
+                rollouts.loss_mask,
+                part.advantages,
             )
             totals.seconds += time.perf_counter() - begin
             totals.corrections.append(corrected.counts)
@@ -160,12 +170,20 @@ class Learner:
             if config.correction.anchor == "sampler":
                 anchor_N = torch.where(corrected.valid_N, rollouts.sampler_logprobs, logprobs_N.detach())
             loss_N, sums = policy_loss(
-                objective, logprobs_N, anchor_N, part.advantages, corrected.weights_N, rollouts.offsets, corrected.keep_N
+                objective,
+                logprobs_N,
+                anchor_N,
+                part.advantages,
+                corrected.weights_N,
+                rollouts.offsets,
+                corrected.keep_N,
             )
             if objective.kl_coefficient:
                 penalty_N = kl_penalty(logprobs_N, part.reference_logprobs, objective.kl_estimator)
                 loss_N = loss_N + objective.kl_coefficient * penalty_N
-                totals.add("policy/kl_reference", float((penalty_N * corrected.keep_N).sum()), int(corrected.keep_N.sum()))
+                totals.add(
+                    "policy/kl_reference", float((penalty_N * corrected.keep_N).sum()), int(corrected.keep_N.sum())
+                )
             if objective.entropy_coefficient:
                 loss_N = loss_N - objective.entropy_coefficient * entropy_N
             weight_N, share = token_weights(

@@ -89,7 +89,9 @@ def parse_spec(spec: str) -> tuple[str, str]:
     precision = precision or "bf16"
     if engine not in PRECISIONS:
         near = get_close_matches(engine, PRECISIONS, n=1) or ["vllm"]
-        raise ValueError(f"unknown engine {engine!r} in {spec!r}; known: {', '.join(PRECISIONS)}. Did you mean {near[0]}?")
+        raise ValueError(
+            f"unknown engine {engine!r} in {spec!r}; known: {', '.join(PRECISIONS)}. Did you mean {near[0]}?"
+        )
     if precision not in PRECISIONS[engine]:
         others = [name for name, known in PRECISIONS.items() if precision in known]
         hint = f"; {others[0]}:{precision} has it" if others else ""

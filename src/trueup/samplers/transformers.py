@@ -70,7 +70,9 @@ class TransformersSampler:
             engine=self.engine,
         )
 
-    def _decode(self, prompts: list[list[int]], noise_BT: Tensor, sampling: Sampling) -> list[tuple[list[int], list[float]]]:
+    def _decode(
+        self, prompts: list[list[int]], noise_BT: Tensor, sampling: Sampling
+    ) -> list[tuple[list[int], list[float]]]:
         device, count, width = self.model.device, len(prompts), max(map(len, prompts))
         ids_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -84,7 +86,11 @@ class TransformersSampler:
         exact = head.weight.float()
         for step in range(sampling.max_tokens):
             hidden = self.model.base_model(
-                input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache, use_cache=True
+                input_ids=ids_BT,
+                attention_mask=mask_BT,
+                position_ids=position_BT,
+                past_key_values=cache,
+                use_cache=True,
             ).last_hidden_state[:, -1]
             token_B, logprob_B = _draw(head.logits(hidden, exact), noise_BT[alive, step], sampling, warp)
             tokens[alive, step], logprobs[alive, step] = token_B.cpu(), logprob_B.cpu()
@@ -98,7 +104,10 @@ class TransformersSampler:
                 keep = (~finished).nonzero()[:, 0]
                 cache.batch_select_indices(keep.to(device))
                 alive, ids_BT, position_BT, mask_BT = alive[keep], ids_BT[keep], position_BT[keep], mask_BT[keep]
-        return [(tokens[row, :length].tolist(), logprobs[row, :length].tolist()) for row, length in enumerate(lengths.tolist())]
+        return [
+            (tokens[row, :length].tolist(), logprobs[row, :length].tolist())
+            for row, length in enumerate(lengths.tolist())
+        ]
 
     def score(self, rollouts: Rollouts) -> Tensor:
         at_one = rollouts.rows(range(len(rollouts)))
@@ -110,7 +119,9 @@ class TransformersSampler:
         own = self.model.state_dict()
         for name, weight in weights:
             if name not in own:
-                raise EngineError(f"weight {name!r} does not belong to this model; is sampler and learner the same architecture?")
+                raise EngineError(
+                    f"weight {name!r} does not belong to this model; is sampler and learner the same architecture?"
+                )
             own[name].copy_(weight)
         self.version = version
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,6 +32,8 @@ def _import_vllm():
     if not torch.cuda.is_available():
         # Without a GPU only two small helpers of vLLM would be compiled, at 15 s of C++ for no measurable gain.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # also before vLLM has read its own setting
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own affairs, at every start
     try:
         import vllm
     except ImportError as error:
@@ -66,7 +70,15 @@ class VLLMSampler:
     """vLLM, started with dummy weights: what it samples with is always what `load` delivered."""
 
     def __init__(
-        self, model: str, precision: str, *, context: int, kv_cache_gib: int = 1, gpu_memory: float = 0.4, max_sequences: int = 512, seed: int = 0
+        self,
+        model: str,
+        precision: str,
+        *,
+        context: int,
+        kv_cache_gib: int = 1,
+        gpu_memory: float = 0.4,
+        max_sequences: int = 512,
+        seed: int = 0,
     ):
         """model: folder or hub name whose config and tokenizer describe the architecture; its weights are not read.
 
@@ -135,7 +147,9 @@ class VLLMSampler:
         outputs = [output for result in results for output in result.outputs]
         for output in outputs:
             if list(output.logprobs.token_ids) != list(output.token_ids):
-                raise EngineError("vLLM returned log-probs of other tokens than it sampled; this vllm release is not supported")
+                raise EngineError(
+                    "vLLM returned log-probs of other tokens than it sampled; this vllm release is not supported"
+                )
         groups = [group for group, result in enumerate(results) for _ in result.outputs]
         return Rollouts.from_lists(
             [prompts[group] for group in groups],

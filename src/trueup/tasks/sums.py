@@ -92,7 +92,9 @@ class Sums:
         """
         for name, value, low, high in (("addends", addends, 2, 64), ("digits", digits, 1, 18)):
             if not low <= value <= high:
-                raise ValueError(f"sums: {name}={value} is not in {low}..{high}; the default is sums:addends=4,digits=2")
+                raise ValueError(
+                    f"sums: {name}={value} is not in {low}..{high}; the default is sums:addends=4,digits=2"
+                )
         if addends * digits < 3:
             raise ValueError(
                 f"sums: addends={addends},digits={digits} has too few problems to hold some out; "

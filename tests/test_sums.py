@@ -59,6 +59,7 @@ def test_a_problem_depends_on_seed_split_and_index_alone():
     assert one.train[123_456] == other.train[123_456]
     assert one.heldout[:10] == list(other.heldout)
     assert one.train[0] != Sums(seed=4).train[0]
+    assert one.heldout[0] == Sums(seed=4).heldout[0]
     assert one.train[0] != one.train[1]
     assert one.train[-1] == one.train[999_999]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from trueup.config import OptimizerConfig
 from trueup.configfile import load_config
@@ -309,11 +310,70 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_stop_tokens_are_the_tokenizers_and_the_configs():
-    class Config:
-        eos_token_id = [7, 9]
+def test_stop_tokens_are_those_of_tokenizer_config_and_generation_config():
+    tokenizer, model = load_tokenizer("mini"), load_causal_lm("mini")
+    assert stop_token_ids(tokenizer, model) == (tokenizer.eos_token_id,)
+    model.config.eos_token_id, model.generation_config.eos_token_id = [7, 9], 11
+    assert stop_token_ids(tokenizer, model) == tuple(sorted({7, 9, 11, tokenizer.eos_token_id}))
 
-    tokenizer = load_tokenizer("mini")
-    assert stop_token_ids(tokenizer) == (tokenizer.eos_token_id,)
-    assert stop_token_ids(tokenizer, Config()) == tuple(sorted({7, 9, tokenizer.eos_token_id}))
+
+def test_mini_is_the_model_that_ships():
     assert resolve("mini") == str(MINI)
+
+
+def test_a_model_with_dropout_is_scored_without_it(tmp_path):
+    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5, attn_pdrop=0.5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    policy = Policy(load_causal_lm(str(tmp_path), "fp32", "eager"))
+    policy.model.train()
+    rollouts = random_rollouts(4)
+    assert torch.equal(policy.score(rollouts)[0], policy.score(rollouts)[0])
+
+
+def test_gradient_checkpointing_reaches_policy_and_critic_and_changes_no_gradient():
+    gradients = []
+    for checkpointing in ("false", "true"):
+        settings = ["algorithm=ppo", "learner.dtype=fp32", "learner.attention=eager"]
+        learner = Learner(load_config(None, [*settings, f"learner.gradient_checkpointing={checkpointing}"]))
+        calls, taken = [], []
+        for body in (learner.policy.model.base_model, learner.critic.module["body"]):
+            body.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        for optimizer in (learner.optimizer, learner.critic_optimizer):
+            optimizer.step = _keep_gradients(optimizer, taken)
+        batch, _ = learner.prepare(random_rollouts(6))
+        calls.clear()
+        learner.update(batch, torch.Generator().manual_seed(0))
+        assert len(calls) == (4 if checkpointing == "true" else 2)  # the backward runs each forward again
+        gradients.append(taken)
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_rejected_whole_moves_nothing_even_where_dropped_tokens_count():
+    config = load_config(None, ["correction=icepop", "correction.dropped_in_denominator=true", "learner.dtype=fp32"])
+    learner = Learner(config)
+    for far in (0.0, -50.0):  # first an ordinary step, so that Adam has momentum
+        rollouts = random_rollouts(8)
+        rollouts.sampler_logprobs = learner.policy.score(rollouts)[0] + far
+        before = [weight.clone() for weight in learner.policy.model.parameters()]
+        metrics = learner.update(learner.prepare(rollouts)[0], torch.Generator().manual_seed(0))
+        moved = any(not torch.equal(old, new) for old, new in zip(before, learner.policy.model.parameters()))
+        assert moved == (far == 0.0) and metrics["policy/skipped_updates"] == (0 if moved else 1)
+
+
+@pytest.mark.parametrize("scale", [1, 40])
+def test_a_head_with_large_bf16_logits_is_accepted_and_an_unknown_one_refused(scale):
+    model = load_causal_lm("mini", "bf16", "eager")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(scale)
+    Policy(model).check_head()
+    forward = model.forward
+
+    def other(**inputs):
+        output = forward(**inputs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = other
+    with pytest.raises(ValueError, match="computes its logits in a way that trueup does not know"):
+        Policy(model).check_head()

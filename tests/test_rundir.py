@@ -1,5 +1,6 @@
 """The run directory: one process at a time, and a kill at any moment loses at most the running step."""
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import textwrap
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from trueup.configfile import load_config
@@ -31,7 +33,8 @@ class Saved:
 
 @pytest.fixture
 def run(tmp_path):
-    made = RunDirectory.create(tmp_path / "run", load_config({"steps": 3}))
+    made = RunDirectory.create(tmp_path / "run")
+    made.start(load_config({"steps": 3}))
     yield made
     made.close()
 
@@ -51,7 +54,8 @@ def entries(folder) -> list[str]:
 
 def test_a_new_run_holds_its_resolved_configuration(tmp_path):
     config = load_config({"algorithm": "ppo"}, ["correction=tis", "learner.lr=1e-6"])
-    run = RunDirectory.create(tmp_path / "deep" / "run", config)
+    run = RunDirectory.create(tmp_path / "deep" / "run")
+    run.start(config)
     assert load_config(tmp_path / "deep" / "run" / "config.yaml") == config
     assert run.metrics() == [] and run.checkpoints() == [] and run.load_checkpoint() is None
     assert entries(run.path) == ["config.yaml", "lock"]
@@ -68,8 +72,39 @@ def test_a_run_is_reopened_with_its_configuration(run):
 def test_a_folder_that_holds_a_run_is_not_overwritten(run):
     run.close()
     with pytest.raises(RunDirectoryError, match="already holds a run; continue it with --resume, or .* with --out"):
-        RunDirectory.create(run.path, load_config({"steps": 9}))
+        RunDirectory.create(run.path)
     assert load_config(run.path / "config.yaml").steps == 3
+
+
+@pytest.mark.parametrize("leftover", ["metrics.jsonl", "checkpoints"])
+def test_somebody_elses_files_are_not_taken_over(tmp_path, leftover):
+    (tmp_path / leftover).mkdir()
+    with pytest.raises(RunDirectoryError, match="already holds a run"):
+        RunDirectory.create(tmp_path)
+
+
+def test_a_start_that_fails_leaves_the_folder_free(tmp_path):
+    RunDirectory.create(tmp_path / "run").close()  # and then the model was not found
+    again = RunDirectory.create(tmp_path / "run")
+    again.close()
+
+
+def test_a_full_disk_is_named_and_not_left_fuller(run, monkeypatch):
+    save(run, 1)
+
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("trueup.rundir.save_file", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        save(run, 2)
+    assert caught.value.errno == errno.ENOSPC
+    assert entries(run.checkpoints_path) == ["step-000001"]
+
+
+def test_what_is_not_finite_is_null_in_the_metrics(run):
+    run.append_metrics({"step": 1, "policy/loss": float("nan"), "policy/grad_norm": float("inf")})
+    assert run.metrics() == [{"step": 1, "policy/loss": None, "policy/grad_norm": None}]
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
@@ -92,7 +127,8 @@ def test_a_killed_process_leaves_its_run_free_and_a_living_one_does_not(tmp_path
         import sys, time
         from trueup.configfile import load_config
         from trueup.rundir import RunDirectory
-        run = RunDirectory.create(sys.argv[1], load_config({"steps": 3}))
+        run = RunDirectory.create(sys.argv[1])
+        run.start(load_config({"steps": 3}))
         run.append_metrics({"step": 1})
         print("ready", flush=True)
         time.sleep(60)
@@ -237,7 +273,8 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_earlier_one(tmp_path, m
         def die(*_):
             os.kill(os.getpid(), signal.SIGKILL)
 
-        run = rundir.RunDirectory.create(sys.argv[1], load_config())
+        run = rundir.RunDirectory.create(sys.argv[1])
+        run.start(load_config())
         run.save_checkpoint(1, Saved(), Saved(), {"t": torch.ones(2)}, {"step": 1}, keep=1)
         if sys.argv[2] == "os.replace":
             rundir.os.replace = die

@@ -192,3 +192,8 @@ def test_a_missing_engine_names_the_extra_to_install(monkeypatch):
 def test_impossible_sampling_is_refused_by_name(wrong, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**(dict(max_tokens=1, stop_token_ids=()) | wrong))
+
+
+def test_a_log_prob_that_the_engine_did_not_give_is_missing_not_an_error():
+    rollouts = Rollouts.from_lists([[1], [1]], [[5, 6], [7]], [[-0.5, None], [None]])
+    assert rollouts.sampler_logprobs.isnan().tolist() == [False, True, True]

@@ -177,3 +177,11 @@ def test_the_meter_tells_how_much_of_an_update_int8_can_see(policy, engines, pro
     assert delivery.deliver(1)["delivery/below_step_fraction"] > 0.9
     train_a_little(policy, seed=2, size=1e-2)
     assert delivery.deliver(2)["delivery/below_step_fraction"] < 0.6
+
+
+def test_the_canary_fits_into_the_shortest_context(policy, engines, prompts):
+    longest = max(map(len, prompts))
+    for spare in (1, 2, 5):
+        delivery = Delivery(policy, engines("transformers:fp32"), prompts, context=longest + spare, tokens=8)
+        delivery.deliver(0)
+        delivery.deliver(1)

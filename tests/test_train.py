@@ -4,14 +4,18 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
+from trueup.advantages import signal_groups
 from trueup.collect import ProblemStream
+from trueup.config import ConfigError
 from trueup.configfile import load_config
 from trueup.learner.model import MINI
 from trueup.rollouts import Rollouts
@@ -172,7 +176,9 @@ def test_dapo_on_bf16_rollouts_fills_its_batches_with_signal(tmp_path):
     done = trueup("train", *SMALL, *settings, "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
     rows = metrics_of(folder)
-    assert all(row["reward/signal_fraction"] == 1 for row in rows)  # half of the groups drawn have none
+    assert all(0 < row["reward/signal_fraction"] < 1 for row in rows)  # of those drawn
+    rollouts = Rollouts.from_parquet(folder / "rollouts" / "step-000002.parquet")
+    assert signal_groups(rollouts.reward, rollouts.group).all()  # of those kept
     assert len(Rollouts.from_parquet(folder / "rollouts" / "step-000002.parquet")) == 32
     assert list((folder / "tensorboard").glob("events*"))
 
@@ -180,11 +186,53 @@ def test_dapo_on_bf16_rollouts_fills_its_batches_with_signal(tmp_path):
 def test_stale_deliveries_are_stamped(tmp_path):
     folder = tmp_path / "run"
     done = trueup(
-        "train", *SMALL, *EXACT, "steps=3", "delivery.every=2", "log.checkpoint_every=0", "--out", folder, "--json"
+        "train",
+        *SMALL,
+        *EXACT,
+        "steps=3",
+        "batch.response_length=40",
+        "delivery.every=2",
+        "log.checkpoint_every=0",
+        "--out",
+        folder,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     assert [row["staleness/mean"] for row in metrics_of(folder)] == [0, 1, 0]
     assert [row["version"] for row in metrics_of(folder)] == [0, 2, 2]
+
+
+def test_a_stop_during_an_evaluation_still_saves(tmp_path):
+    """The signal comes when the step's other writing is done and its checkpoint is not due."""
+    folder = tmp_path / "run"
+    code = """
+        import os, signal, sys
+        from trueup.collect import Collector
+        measured = Collector.accuracy
+
+        def interrupted(self, model, calls=[]):
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return measured(self, model)
+
+        Collector.accuracy = interrupted
+        from trueup.cli import main
+        sys.exit(main(sys.argv[1:]))
+    """
+    arguments = ["train", *SMALL, *EXACT, "steps=9", "log.checkpoint_every=0", "log.eval_every=2", "--out", str(folder)]
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "stopped by SIGTERM after step 2" in done.stderr, done.stderr
+    assert (folder / "checkpoints" / "step-000002" / "model.safetensors").exists()
+
+
+def test_problems_that_do_not_fit_are_left_out_and_counted():
+    stream = ProblemStream(range(10), seed=1, fits=lambda problem: problem % 2 == 0)
+    assert sorted(stream.take(5)) == [0, 2, 4, 6, 8]
+    assert stream.skipped == stream.taken - 5
+    with pytest.raises(ConfigError, match="no prompt of 10 training problems in a row fits"):
+        ProblemStream([SimpleNamespace(prompt="long")] * 10, seed=1, fits=lambda problem: False).take(1)
 
 
 def test_problems_come_in_a_seeded_order_and_each_once_an_epoch():
@@ -204,7 +252,9 @@ def test_problems_come_in_a_seeded_order_and_each_once_an_epoch():
         (["train", "sampler.presicion=int8"], "did you mean sampler.precision?"),
         (["train", "task=summs"], "sums"),
         (["train", "configs/sums-pp.yaml"], "does not exist"),
-        (["train", "batch.prompt_length=5", *EXACT, "--out", "{tmp}/a"], "batch.prompt_length is 5: raise it"),
+        (["train", *EXACT, "--out", "{tmp}/a", "batch.prompt_length=5"], "batch.prompt_length is 5: raise it"),
+        (["train", "--out", "{tmp}/a", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["train", "model=no-such-model"], "neither as a folder nor on the hub; give a folder, a hub name"),
         (["train", "batch.response_length=2000", "--out", "{tmp}/b"], "reads at most 1024; lower one"),
         (["train", "--resume"], "--resume needs --out"),
         (["train", "--resume", "--out", "{tmp}/c"], "holds no run to resume"),

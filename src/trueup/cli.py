@@ -11,7 +11,13 @@ from pathlib import Path
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 success, 1 a gate the user asked for failed, 2 bad input."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes overrides only next to CONFIG; people also write them after the options.
+    if rest and (not hasattr(arguments, "overrides") or any("=" not in word or word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; a note on NUMA at every start
     try:
         return arguments.verb(arguments)
@@ -22,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("TRUEUP_TRACEBACK"):
             raise
         print(f"trueup: {error}", file=sys.stderr)
+        if type(error) is ValueError:
+            print("(TRUEUP_TRACEBACK=1 shows where this was found)", file=sys.stderr)
         return 2
 
 
@@ -86,6 +94,8 @@ def _train(arguments: argparse.Namespace) -> int:
             raise ConfigError("--resume continues with the run's own config.yaml; leave CONFIG and overrides out")
         if not arguments.out:
             raise ConfigError("--resume needs --out DIR, the run directory to continue")
+        if arguments.print_config:
+            source = Path(arguments.out) / "config.yaml"
     config = load_config(source, overrides)
     if arguments.print_config:
         print(config.model_dump_json() if arguments.json else config.to_yaml())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class Collector:
         self.stops = stops
         self.context = context
         self.task = load_task(config.task, seed=config.seed, heldout=config.log.eval_problems)
-        self.problems = ProblemStream(self.task.train, config.seed)
+        self.problems = ProblemStream(self.task.train, config.seed, self.fits)
         self.heldout = list(self.task.heldout[: config.log.eval_problems])
         for problem in self.heldout:
             self.prompt(problem)  # too long a prompt is better found now than at the first evaluation
@@ -41,14 +41,16 @@ class Collector:
         """
         config, begin = self.config, time.perf_counter()
         kept: list[Rollouts] = []
-        drawn_rewards, missing = [], config.batch.prompts
+        drawn: list[Rollouts] = []
+        missing, skipped_before = config.batch.prompts, self.problems.skipped
         refills = config.reward.max_refills if config.reward.dynamic_sampling else 0
         for refill in range(refills + 1):
             # About half of the groups have no signal where dynamic sampling pays, so a refill asks for twice what it lacks.
             asked = min(config.batch.prompts, missing * (2 if refill else 1))
             seed = (config.seed * 10_007 + step) * 64 + refill
             rollouts = self._sample(sampler, self.problems.take(asked), config.sampling(self.stops, seed=seed))
-            drawn_rewards.append(rollouts.reward)
+            rollouts.group += refill * config.batch.prompts
+            drawn.append(rollouts)
             if refills:
                 useful = signal_groups(rollouts.reward, rollouts.group)
                 # Groups with signal first; the last round fills the batch with others rather than leave it short.
@@ -59,18 +61,14 @@ class Collector:
             missing -= len(rollouts) // config.batch.samples
             if missing == 0:
                 break
-        rollouts = Rollouts.concat(kept)
+        rollouts, drawn_rollouts = Rollouts.concat(kept), Rollouts.concat(drawn)
         rollouts.group = torch.arange(len(rollouts), dtype=torch.int32) // config.batch.samples
         rollouts.step[:] = step
-        rewards = torch.cat(drawn_rewards)
-        truncated = sum(reason == "length" for reason in rollouts.finish_reason)
-        return rollouts, {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std(correction=0)),
-            "reward/signal_fraction": float(signal_groups(rollouts.reward, rollouts.group).float().mean()),
-            "response/length_mean": float(rollouts.lengths.float().mean()),
-            "response/truncated_fraction": truncated / len(rollouts),
-            "time/rollout": time.perf_counter() - begin,
+        metrics = _describe(drawn_rollouts) | {"reward/prompts_skipped": self.problems.skipped - skipped_before}
+        seconds = time.perf_counter() - begin
+        return rollouts, metrics | {
+            "time/rollout": seconds,
+            "throughput/rollout_tokens_per_second": drawn_rollouts.tokens / seconds,
         }
 
     def _sample(self, sampler: Sampler, problems: Sequence[Problem], sampling: Sampling) -> Rollouts:
@@ -93,15 +91,22 @@ class Collector:
 
     def accuracy(self, model: nn.Module) -> float:
         """Held-out greedy accuracy of the learner's own weights, by the reference engine in the learner's precision."""
-        learner = self.config.learner
-        reference = TransformersSampler(
-            model, learner.dtype, context=self.context, token_budget=2 * learner.token_budget
-        )
+        reference = TransformersSampler(model, self.config.learner.dtype, context=self.context)
+        before = model.training
+        model.eval()  # with gradient checkpointing, transformers keeps no cache in training mode
+        try:
+            return self.accuracy_of(reference)
+        finally:
+            model.train(before)
+
+    def accuracy_of(self, sampler: Sampler) -> float:
+        """Held-out greedy accuracy of what the sampler holds."""
         greedy = Sampling(max_tokens=self.config.batch.response_length, stop_token_ids=self.stops, temperature=0)
-        model.eval()
-        rollouts = self._sample(reference, self.heldout, greedy)
-        model.train()
-        return float(rollouts.reward.mean())
+        return float(self._sample(sampler, self.heldout, greedy).reward.mean())
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether its prompt is within batch.prompt_length."""
+        return len(encode_prompt(problem, self.tokenizer)) <= self.config.batch.prompt_length
 
     def prompt(self, problem: Problem) -> list[int]:
         """Its ids. Raises ConfigError if they do not fit in batch.prompt_length."""
@@ -114,26 +119,54 @@ class Collector:
         return ids
 
     def examples(self, count: int) -> list[list[int]]:
-        """Prompts of the first training problems, as ids."""
-        return [self.prompt(self.task.train[row]) for row in range(min(count, len(self.task.train)))]
+        """Prompts of the first training problems that fit, as ids."""
+        stream = ProblemStream(self.task.train, self.config.seed, self.fits)
+        return [self.prompt(problem) for problem in stream.take(min(count, len(self.task.train)))]
+
+
+def _describe(drawn: Rollouts) -> dict[str, float]:
+    """Of all responses drawn, also those that dynamic sampling then leaves out."""
+    return {
+        "reward/mean": float(drawn.reward.mean()),
+        "reward/std": float(drawn.reward.std(correction=0)),
+        "reward/signal_fraction": float(signal_groups(drawn.reward, drawn.group).float().mean()),
+        "response/length_mean": float(drawn.lengths.float().mean()),
+        "response/truncated_fraction": drawn.finish_reason.count("length") / len(drawn),
+    }
 
 
 class ProblemStream:
-    """Training problems in a seeded order, epoch after epoch; its whole state is how many were taken."""
+    """Training problems in a seeded order, epoch after epoch; its whole state is how many were taken.
 
-    def __init__(self, problems: Sequence[Problem], seed: int):
+    Problems that do not fit are left out and counted: cut in silence they would be other problems.
+    """
+
+    def __init__(self, problems: Sequence[Problem], seed: int, fits: Callable[[Problem], bool] = lambda problem: True):
         self.problems = problems
         self.seed = seed
+        self.fits = fits
         self.taken = 0
+        self.skipped = 0
         self._epoch, self._order = -1, None
 
     def take(self, count: int) -> list[Problem]:
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Problem:
-        epoch, place = divmod(self.taken, len(self.problems))
+        for _ in range(min(len(self.problems), 10_000)):
+            problem = self._at(self.taken)
+            self.taken += 1
+            if self.fits(problem):
+                return problem
+            self.skipped += 1
+        raise ConfigError(
+            f"no prompt of {min(len(self.problems), 10_000)} training problems in a row fits into batch.prompt_length: raise it. "
+            f"The last begins {str(problem.prompt)[:80]!r}"
+        )
+
+    def _at(self, place: int) -> Problem:
+        epoch, place = divmod(place, len(self.problems))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.problems), generator=generator)
-        self.taken += 1
         return self.problems[int(self._order[place])]

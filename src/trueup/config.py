@@ -55,7 +55,7 @@ class BatchConfig(Section):
     epochs: int = Field(1, ge=1)
     """Passes over a batch of rollouts."""
     prompt_length: int = Field(256, ge=1)
-    """Tokens. Longest prompt; a longer one is an error, never cut in silence."""
+    """Tokens. Longest prompt; problems with a longer one are left out and counted, never cut."""
     response_length: int = Field(256, ge=1)
     """Tokens. Longest response."""
 
@@ -143,6 +143,9 @@ class LogConfig(Section):
     """Steps between held-out evaluations (greedy, learner's own weights in the reference engine); 0: only first and last."""
     eval_problems: int = Field(256, ge=1)
     """Held-out problems of an evaluation."""
+    eval_by: Literal["learner", "sampler"] = "learner"
+    """learner: by the reference engine in the learner's precision. sampler: faster for long responses, and honest only
+    where it runs in full precision, so refused for int8."""
     checkpoint_every: int = Field(50, ge=0)
     """Steps between checkpoints; 0: only the last."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -238,6 +241,15 @@ class RunConfig(Section):
             )
         if self.reward.dynamic_sampling and self.batch.samples < 2:
             raise ValueError("reward.dynamic_sampling needs groups: set batch.samples to at least 2")
+        if self.log.eval_by == "sampler" and self.sampler.precision == "int8":
+            raise ValueError(
+                "log.eval_by=sampler would report what int8 can do, not what was learned; use eval_by=learner"
+            )
+        if self.delivery.every > 1 and self.log.checkpoint_every % self.delivery.every:
+            raise ValueError(
+                f"log.checkpoint_every={self.log.checkpoint_every} is no multiple of delivery.every={self.delivery.every}: a "
+                "run resumed between deliveries would sample from fresher weights than one never interrupted"
+            )
         if self.reward.overlong_buffer >= self.batch.response_length:
             raise ValueError(
                 f"reward.overlong_buffer={self.reward.overlong_buffer} must be shorter than "

@@ -62,7 +62,14 @@ def pack(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
     """A list of rows -> one flat tensor."""
     if not rows:
         return torch.empty(0, dtype=dtype)
-    return torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows])
+    return torch.cat([_row(row, dtype) for row in rows])
+
+
+def _row(row: Sequence, dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.as_tensor(row, dtype=dtype)
+    except TypeError:  # an engine that has no log-prob for a token says None
+        return torch.tensor([float("nan") if value is None else value for value in row], dtype=dtype)
 
 
 @dataclass

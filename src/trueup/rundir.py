@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,16 +33,19 @@ class RunDirectory:
         self._lock = None
 
     @classmethod
-    def create(cls, path: str | Path, config: RunConfig) -> RunDirectory:
-        """A new run. Raises RunDirectoryError if the folder holds one already."""
+    def create(cls, path: str | Path) -> RunDirectory:
+        """A folder for a new run, locked; `start` makes it one. Raises RunDirectoryError if it holds one already."""
         run = cls(path)
-        if (run.path / "config.yaml").exists():
+        if any((run.path / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
             raise RunDirectoryError(
                 f"{run.path} already holds a run; continue it with --resume, or choose another folder with --out"
             )
         run._acquire()
-        write_text(run.path / "config.yaml", config.to_yaml())
         return run
+
+    def start(self, config: RunConfig) -> None:
+        """Write the configuration: from here on the folder holds a run that can be resumed."""
+        write_text(self.path / "config.yaml", config.to_yaml())
 
     @classmethod
     def reopen(cls, path: str | Path) -> tuple[RunDirectory, RunConfig]:
@@ -70,8 +76,9 @@ class RunDirectory:
     # --- metrics and rollouts -------------------------------------------------------------------------------------
 
     def append_metrics(self, metrics: dict) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         with open(self.metrics_path, "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(finite) + "\n")
 
     def metrics(self) -> list[dict]:
         """All steps so far; a line that a kill left half-written is passed over."""
@@ -106,12 +113,18 @@ class RunDirectory:
         for leftover in self.checkpoints_path.glob(".step-*.tmp"):  # of a run that was killed while it wrote
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        trainer = temporary / "trainer"
-        trainer.mkdir()
-        save_file({name: value.contiguous() for name, value in tensors.items()}, trainer / "state.safetensors")
-        (trainer / "state.json").write_text(json.dumps(state, indent=1))
+        try:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            trainer = temporary / "trainer"
+            trainer.mkdir()
+            save_file({name: value.contiguous() for name, value in tensors.items()}, trainer / "state.safetensors")
+            (trainer / "state.json").write_text(json.dumps(state, indent=1))
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay fuller
+            if "os error 28" in str(error):  # safetensors' own word for it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary)) from error
+            raise
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         for old in self.checkpoints()[:-keep]:

@@ -87,10 +87,10 @@ class Delivery:
         self.sampler = sampler
         self.prove = prove
         self._prompts = [list(map(int, prompt)) for prompt in prompts]
-        self._longest = context - tokens - 1
-        self._answering = Sampling(
-            max_tokens=min(32, context - max(map(len, prompts))), stop_token_ids=stop_token_ids, seed=0
-        )
+        room = max(1, context - 1 - max(map(len, prompts)))  # scoring a sequence may cost the engine one token more
+        tokens = min(tokens, room)
+        self._longest = context - 1 - tokens
+        self._answering = Sampling(max_tokens=min(32, room), stop_token_ids=stop_token_ids, seed=0)
         self._continuing = Sampling(max_tokens=tokens, stop_token_ids=(), seed=0)
         self._answers: list[list[int]] = []  # given when the sampler first holds weights, and kept
         self._quantised = linear_weights(policy.model) if sampler.engine.endswith("int8") else set()
@@ -107,7 +107,8 @@ class Delivery:
         metrics = {}
         if self._quantised and (below := self._meter.measure(self.policy.weights(), self._quantised)) is not None:
             metrics["delivery/below_step_fraction"] = below
-        prefixes = self._prefixes() if self.prove and self._answers else []
+        holds_weights = self.sampler.version >= 0
+        prefixes = self._prefixes() if self.prove and self._answers and holds_weights else []
         if prefixes:
             self.sampler.generate(prefixes, self._continuing)  # now they are cached, under the old weights
         self.sampler.load(self.policy.weights(), version)

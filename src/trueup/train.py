@@ -15,12 +15,12 @@ from trueup.collect import Collector
 from trueup.config import ConfigError, RunConfig
 from trueup.console import RunConsole
 from trueup.interrupt import Interrupt
-from trueup.learner.model import load_tokenizer, resolve, stop_token_ids
+from trueup.learner.model import load_tokenizer, model_config, resolve, stop_token_ids
 from trueup.learner.update import Batch, Learner
 from trueup.mismatch import measure
 from trueup.rollouts import Rollouts
 from trueup.rundir import RunDirectory
-from trueup.samplers import Sampler, open_sampler
+from trueup.samplers import Sampler, open_sampler, require_vllm
 from trueup.sync import Delivery
 from trueup.tracking import open_trackers
 
@@ -34,16 +34,19 @@ class Trainer:
         self.console = console or RunConsole()
         self.step = self.version = 0
         self.accuracy_before: float | None = None
+        model_config(config.model)
+        if config.sampler.engine == "vllm":
+            require_vllm()  # a missing engine is better found before the models are loaded
         self.tokenizer = load_tokenizer(config.model)
+        self.trackers = open_trackers(config, run.path)
         self.learner = Learner(config)
         self.model = self.learner.policy.model
-        self.stops = stop_token_ids(self.tokenizer, self.model.config)
+        self.stops = stop_token_ids(self.tokenizer, self.model)
         self.context = self._context()
         self.collector = Collector(config, self.tokenizer, self.stops, self.context)
         self._restore()
         self.sampler = self._open_sampler()
         self.delivery = self._open_delivery()
-        self.trackers = open_trackers(config, run.path)
 
     # --- the algorithm --------------------------------------------------------------------------------------------
 
@@ -55,9 +58,10 @@ class Trainer:
             f"{config.sampler.spec} holds the learner's weights: canary KL {first.get('delivery/canary_kl', 0):.1e}"
         )
         if self.step == 0:
-            self.accuracy_before = self.collector.accuracy(self.model)
+            self.accuracy_before = self.evaluate()
             self.console.say(f"held-out accuracy before training: {self.accuracy_before:.1%}")
         self.console.start(self.step, config.steps)
+        saved = self.step
         with Interrupt() as interrupted:
             while self.step < config.steps and not interrupted.signal:
                 begin = time.perf_counter()
@@ -71,9 +75,10 @@ class Trainer:
                 if self.step % config.delivery.every == 0:
                     self.version = self.step
                     metrics |= self.delivery.deliver(self.version)
-                metrics |= self._pace(metrics, batch.rollouts, time.perf_counter() - begin)
-                self._write(metrics, batch.rollouts, stopping=bool(interrupted.signal))
-        self.console.stop()
+                metrics |= self._pace(batch.rollouts.tokens, time.perf_counter() - begin)
+                saved = self._write(metrics, batch.rollouts) or saved
+            if saved != self.step:  # stopped between checkpoints
+                self._save()
         if interrupted.signal:
             self.console.say(
                 f"stopped by {interrupted.signal} after step {self.step}; continue with: "
@@ -98,20 +103,28 @@ class Trainer:
 
     # --- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def _write(self, metrics: dict[str, float], rollouts: Rollouts, stopping: bool) -> None:
+    def evaluate(self) -> float:
+        if self.config.log.eval_by == "sampler":
+            return self.collector.accuracy_of(self.sampler)
+        return self.collector.accuracy(self.model)
+
+    def _write(self, metrics: dict[str, float], rollouts: Rollouts) -> int | None:
+        """Everything that a step leaves on disk. Returns the step if a checkpoint was saved."""
         log, last = self.config.log, self.step == self.config.steps
         due = lambda every: every and self.step % every == 0  # noqa: E731
         if last or due(log.eval_every):
-            metrics["eval/accuracy"] = self.collector.accuracy(self.model)
+            metrics["eval/accuracy"] = self.evaluate()
         row = {"step": self.step, "version": self.version} | metrics
         if due(log.rollouts_every):
             self.run.write_rollouts(self.step, rollouts)
         self.run.append_metrics(row)
-        if last or stopping or due(log.checkpoint_every):
-            self._save()
         for track in self.trackers:
             track(self.step, metrics)
         self.console.step(row)
+        if last or due(log.checkpoint_every):
+            self._save()
+            return self.step
+        return None
 
     def _save(self) -> None:
         tensors = self.learner.state() | {f"delivery/{name}": value for name, value in self.delivery.state().items()}
@@ -137,6 +150,11 @@ class Trainer:
         self.learner.load_state(tensors)
         prefix = "delivery/"
         self._delivery_state = {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+        if self.version != self.step:
+            self.version = self.step
+            self.console.say(
+                "stopped between deliveries: the sampler now gets this step's weights, earlier than planned"
+            )
         self.run.rewind(self.step)
         self.console.say(f"resuming after step {self.step} from {folder}")
 
@@ -180,13 +198,11 @@ class Trainer:
         """Of the step's minibatches: a function of seed and step, so that a resumed run shuffles alike."""
         return torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
 
-    def _pace(self, metrics: dict, rollouts: Rollouts, seconds: float) -> dict[str, float]:
-        tokens = rollouts.tokens
+    def _pace(self, tokens: int, seconds: float) -> dict[str, float]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds,
-            "throughput/rollout_tokens_per_second": tokens / metrics["time/rollout"],
             "memory/peak_bytes": peak * (1 if sys.platform == "darwin" else 1024),
         }
 
@@ -204,8 +220,8 @@ class Trainer:
         }
 
     def close(self) -> None:
+        self.console.stop()
         self.sampler.close()
-        self.run.close()
 
 
 def train(config: RunConfig, out: str | Path, resume: bool = False, console: RunConsole | None = None) -> dict:
@@ -214,9 +230,10 @@ def train(config: RunConfig, out: str | Path, resume: bool = False, console: Run
     if resume:
         run, config = RunDirectory.reopen(out)
     else:
-        run = RunDirectory.create(out, config)
+        run = RunDirectory.create(out)
     try:
         trainer = Trainer(config, run, console)
+        run.start(config)
         try:
             return trainer.train()
         finally:

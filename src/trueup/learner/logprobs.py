@@ -2,7 +2,7 @@
 
 z_v = softcap(multiplier * (h . W_v + b_v)) / T, log p(y) = z_y - logsumexp(z), H = logsumexp(z) - sum_v p_v z_v.
 Forward and backward walk over chunks of tokens; the backward forms each chunk's logits again. Peak memory is
-[chunk, vocabulary] in float32. Products take the head's dtype and accumulate and return float32.
+[chunk, vocabulary], in float32, as all of this arithmetic.
 """
 
 from __future__ import annotations
@@ -84,19 +84,21 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(exact) if needs_weight else None
         grad_bias = torch.zeros(len(weight), device=hidden.device) if needs_bias else None
         for part in _chunks(len(targets), ctx.chunk):
-            raw = head.logits(hidden[part], exact)
-            logp = raw.div(temperature[part, None]).sub_(normaliser[part, None])
-            p = logp.exp()
-            grad = torch.zeros_like(p)
-            if grad_logprobs is not None:  # d log p(y) / dz = onehot(y) - p
-                grad.addcmul_(p, grad_logprobs[part, None], value=-1)
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            if grad_entropy is not None:  # dH / dz = -p (log p + H)
-                grad.addcmul_(p, (logp + entropy[part, None]) * grad_entropy[part, None], value=-1)
-            grad /= temperature[part, None]
-            if head.softcap:
-                grad *= 1 - (raw / head.softcap) ** 2
-            grad *= head.multiplier
+            logits = head.logits(hidden[part], exact)
+            slope = 1 - (logits / head.softcap).square_() if head.softcap else None
+            logp = logits.div_(temperature[part, None]).sub_(normaliser[part, None])
+            up = torch.zeros(len(logp), 1, device=hidden.device) if grad_logprobs is None else grad_logprobs[part, None]
+            # d log p(y) / dz = onehot(y) - p, dH / dz = -p (log p + H); one block of memory where no entropy is asked for
+            if grad_entropy is None:
+                grad = logp.exp_().mul_(-up)
+            else:
+                p = logp.exp()
+                grad = logp.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(up).mul_(p).neg_()
+            grad.scatter_add_(1, targets[part, None], up).div_(temperature[part, None])
+            if slope is not None:
+                grad *= slope
+            if head.multiplier != 1.0:
+                grad *= head.multiplier
             if needs_hidden:
                 grad_hidden[part] = (grad @ exact).to(hidden.dtype)
             if needs_weight:

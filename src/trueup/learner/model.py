@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from trueup.learner.logprobs import Head, token_logprobs
 from trueup.rollouts import Rollouts, token_rows
@@ -28,28 +28,49 @@ def resolve(name: str) -> str:
     return str(path) if path.exists() else name
 
 
+def model_config(name: str) -> PretrainedConfig:
+    """The configuration of a causal LM. Raises FileNotFoundError if there is none, ValueError if it is another model."""
+    path = resolve(name)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model {name!r} was found neither as a folder nor on the hub; give a folder, a hub name such as "
+            f"Qwen/Qwen2.5-0.5B-Instruct, or mini. The hub says: {str(error).splitlines()[0]}"
+        ) from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those"
+        )
+    return config
+
+
 def load_causal_lm(name: str, dtype: str = "bf16", attention: str = "sdpa", device: str = "cpu") -> nn.Module:
     """A causal LM by folder, hub name or `mini`. Raises ValueError if it is not one, FileNotFoundError if missing.
 
     device: `cpu`, `cuda`, or `auto` for a GPU where there is one.
     """
-    path = resolve(name)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except OSError as error:
-        raise FileNotFoundError(f"model {name!r} was not found as a folder or on the hub: {error}") from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(
-            f"model {name!r} is a {config.model_type}, not a causal language model; trueup trains only those"
-        )
+    config = model_config(name)
+    # Dropout would make pi_old, the policy and the sampler three different functions of the same weights.
+    for field, value in config.to_dict().items():
+        if isinstance(value, float) and (field.endswith(("dropout", "_pdrop")) or field.startswith("dropout")):
+            setattr(config, field, 0.0)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=attention).to(device)
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve(name), config=config, dtype=DTYPES[dtype], attn_implementation=attention
+    )
+    return model.to(device)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer. Raises ValueError without an EOS; a missing pad token is no harm: nothing is padded by text."""
-    tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"model {name!r} has no tokenizer that can be read: {error}") from error
+    if not tokenizer.encode("1"):
+        raise ValueError(f"the tokenizer of {name!r} knows no text; its folder lacks tokenizer.json or a vocabulary")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer of {name!r} has no eos_token: a response could never end. "
@@ -58,10 +79,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_config=None) -> tuple[int, ...]:
-    """The tokenizer's EOS, and those the model's config names (chat models often end a turn with another one)."""
-    named = getattr(model_config, "eos_token_id", None)
-    ids = {tokenizer.eos_token_id, *(named if isinstance(named, (list, tuple)) else [named])}
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> tuple[int, ...]:
+    """The EOS of the tokenizer, of the model's config and of its generation config: chat models name the end of a turn in
+    any of the three. Nothing else is taken from the generation config."""
+    ids = {tokenizer.eos_token_id}
+    for config in (model.config, getattr(model, "generation_config", None)):
+        named = getattr(config, "eos_token_id", None)
+        ids.update(named if isinstance(named, (list, tuple)) else [named])
     return tuple(sorted(token for token in ids if token is not None))
 
 
@@ -140,7 +164,8 @@ class Policy:
         with torch.no_grad():
             logits = self.model(input_ids=ids[None].to(self.model.device)).logits[0, 2:-1].float()
         theirs = logits.log_softmax(-1).gather(1, ids[3:, None].to(logits.device))[:, 0].cpu()
-        if (ours - theirs).abs().max() > 0.1:
+        # bf16 logits are a 128th of their size apart, and the model's own head may round to them.
+        if (ours - theirs).abs().max() > 0.05 + float(logits.abs().max()) / 64:
             raise ValueError(
                 f"{type(self.model).__name__} computes its logits in a way that trueup does not know: its log-probs "
                 f"{theirs.tolist()} against ours {ours.tolist()}. Please report the model's name"

@@ -66,6 +66,7 @@ class Learner:
             model.gradient_checkpointing_enable()
         self.policy = Policy(model, learner.token_budget, learner.chunk)
         self.policy.check_head()
+        model.train()  # gradient checkpointing works in no other mode; there is no dropout
         self.optimizer = MasterAdamW(model, learner, updates)
         self.critic = self.critic_optimizer = self.reference = None
         if config.advantage.kind == "gae":
@@ -73,6 +74,7 @@ class Learner:
             if learner.gradient_checkpointing:
                 body.gradient_checkpointing_enable()
             self.critic = Critic(body, learner.token_budget)
+            self.critic.module.train()
             self.critic_optimizer = MasterAdamW(self.critic.module, config.critic, updates)
         if config.objective.kl_coefficient:
             reference = load_causal_lm(config.model, *settings).requires_grad_(False)
@@ -146,7 +148,7 @@ class Learner:
         fresh = batch.rollouts.learner_logprobs is None or batch.entropy is None
         if fresh:
             seen_logprobs, seen_entropy = torch.empty(batch.rollouts.tokens), torch.empty(batch.rollouts.tokens)
-        loss_sum = denominator = 0.0
+        loss_sum = denominator = kept = 0.0
         for rows in micro_batches(batch.rollouts.rows(index), config.learner.token_budget):
             part = batch.rows(index[rows])
             rollouts = part.rollouts
@@ -198,11 +200,11 @@ class Learner:
             loss.backward()
             loss_sum += float(loss.detach())
             denominator += share
+            kept += corrected.counts["kept"]
             totals.objective.append({name: float(value) for name, value in sums.items()})
         if fresh:
             batch.rollouts.learner_logprobs, batch.entropy = seen_logprobs, seen_entropy
-        if denominator == 0:
-            # Every response was rejected, or none was judged: there is nothing to learn from, and nothing to divide by.
+        if not kept:  # every response was rejected: there is nothing to learn from, and Adam's momentum is no reason
             self.optimizer.clear()
             totals.skipped += 1
             return

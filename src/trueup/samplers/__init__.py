@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 from trueup.samplers.base import EngineError, Sampler, Sampling, parse_spec
 
-__all__ = ["EngineError", "Sampler", "Sampling", "open_sampler", "parse_spec"]
+__all__ = ["EngineError", "Sampler", "Sampling", "open_sampler", "parse_spec", "require_vllm"]
+
+
+def require_vllm() -> None:
+    """Raise EngineError if vLLM is not installed, without importing it."""
+    if "vllm" in sys.modules and sys.modules["vllm"] is None or find_spec("vllm") is None:
+        raise EngineError(
+            "the vllm engine is not installed; install it with pip install 'trueup[cpu]' (no GPU) or 'trueup[vllm]' (GPU), "
+            "or choose sampler.engine=transformers"
+        )
 
 
 def open_sampler(spec: str, model: str, *, context: int, **options) -> Sampler:

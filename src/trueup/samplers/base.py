@@ -107,5 +107,5 @@ def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, context:
         if len(prompt) + sampling.max_tokens > context:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that is more than the "
-                f"context of {context}. Shorten the prompt, lower max_tokens, or raise sampler.context if the model allows"
+                f"context of {context} that the sampler was started with. Shorten the prompt or ask for fewer tokens"
             )

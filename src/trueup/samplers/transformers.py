@@ -27,13 +27,13 @@ class TransformersSampler:
 
     prefix_block = 0  # it keeps no prefixes between calls
 
-    def __init__(self, model: nn.Module, precision: str, *, context: int, token_budget: int = 65536):
-        """model: a causal LM, shared with whoever else holds it. token_budget: padded tokens decoded side by side."""
+    def __init__(self, model: nn.Module, precision: str, *, context: int, cache_gib: float = 2.0):
+        """model: a causal LM, shared with whoever else holds it. cache_gib: keys and values held at one time, GiB."""
         self.model = model
         self.engine = f"transformers:{precision}"
         self.version = -1
         self._context = context
-        self._token_budget = token_budget
+        self._token_budget = int(cache_gib * 2**30 / _bytes_a_token(model))
 
     @classmethod
     def from_config(cls, model: str, precision: str, *, context: int) -> TransformersSampler:
@@ -41,7 +41,8 @@ class TransformersSampler:
         if precision not in DTYPES:
             raise EngineError(f"transformers cannot run {precision!r}; vllm:int8 runs int8, transformers bf16 and fp32")
         config = AutoConfig.from_pretrained(model)
-        return cls(AutoModelForCausalLM.from_config(config, dtype=DTYPES[precision]).eval(), precision, context=context)
+        own = AutoModelForCausalLM.from_config(config, dtype=DTYPES[precision]).eval()
+        return cls(own.to("cuda" if torch.cuda.is_available() else "cpu"), precision, context=context)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
@@ -127,6 +128,14 @@ class TransformersSampler:
 
     def close(self) -> None:
         self.model = None
+
+
+def _bytes_a_token(model: nn.Module) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
 
 
 def _noise(count: int, sampling: Sampling) -> Tensor:

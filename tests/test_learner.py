@@ -377,3 +377,19 @@ def test_a_head_with_large_bf16_logits_is_accepted_and_an_unknown_one_refused(sc
     model.forward = other
     with pytest.raises(ValueError, match="computes its logits in a way that trueup does not know"):
         Policy(model).check_head()
+
+
+def test_the_kl_penalty_pulls_back_to_the_model_that_training_started_from():
+    settings = ["learner.dtype=fp32", "learner.attention=eager", "learner.lr=1e-3", "objective.kl_coefficient=100.0"]
+    learner, rollouts = Learner(load_config(None, settings)), random_rollouts(8)
+    with torch.no_grad():
+        for weight in learner.policy.model.model.layers[0].mlp.parameters():
+            weight.mul_(1.2)
+    seen = []
+    for _ in range(10):
+        batch, _ = learner.prepare(random_rollouts(8))
+        seen.append(learner.update(batch, torch.Generator().manual_seed(0))["policy/kl_reference"])
+    assert seen[0] > 1e-4 and seen[-1] < 0.5 * seen[0]
+    assert torch.equal(
+        learner.reference.score(rollouts)[0], Policy(load_causal_lm("mini", "fp32", "eager")).score(rollouts)[0]
+    )

@@ -184,7 +184,9 @@ class Learner:
                 penalty_N = kl_penalty(logprobs_N, part.reference_logprobs, objective.kl_estimator)
                 loss_N = loss_N + objective.kl_coefficient * penalty_N
                 totals.add(
-                    "policy/kl_reference", float((penalty_N * corrected.keep_N).sum()), int(corrected.keep_N.sum())
+                    "policy/kl_reference",
+                    float((penalty_N.detach() * corrected.keep_N).sum()),
+                    int(corrected.keep_N.sum()),
                 )
             if objective.entropy_coefficient:
                 loss_N = loss_N - objective.entropy_coefficient * entropy_N

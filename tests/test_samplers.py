@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trueup.learner.model import MINI, Policy, load_causal_lm
+from trueup.learner.model import MINI, Policy, best_tokens, load_causal_lm
 from trueup.quantize import simulated_int8
 from trueup.rollouts import Rollouts
 from trueup.samplers import EngineError, Sampling, open_sampler, parse_spec
@@ -197,3 +197,10 @@ def test_impossible_sampling_is_refused_by_name(wrong, message):
 def test_a_log_prob_that_the_engine_did_not_give_is_missing_not_an_error():
     rollouts = Rollouts.from_lists([[1], [1]], [[5, 6], [7]], [[-0.5, None], [None]])
     assert rollouts.sampler_logprobs.isnan().tolist() == [False, True, True]
+
+
+def test_best_tokens_are_the_learners_but_for_near_ties(sampler, prompts, sampling, policy):
+    rollouts = sampler.generate(prompts, sampling)
+    engine, learner = sampler.best_tokens(rollouts), best_tokens(policy, rollouts)
+    assert engine.shape == learner.shape == rollouts.response_ids.shape
+    assert float((engine == learner).float().mean()) > 0.98

@@ -65,6 +65,24 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
+    measure = _verb(
+        verbs,
+        _measure,
+        "measure",
+        "split the gap between a live model's learner and samplers into its causes",
+        "trueup measure Qwen/Qwen2.5-0.5B-Instruct --sampler vllm:int8 --sampler vllm:bf16 --task gsm8k",
+    )
+    measure.add_argument("model", metavar="MODEL", help="folder, hub name, or mini")
+    measure.add_argument(
+        "--sampler", action="append", required=True, metavar="SPEC", help="engine:precision; repeatable"
+    )
+    measure.add_argument("--task", default="sums", help="whose held-out problems are asked (default: sums)")
+    measure.add_argument("--prompts", type=int, default=32, help="problems asked (default: 32)")
+    measure.add_argument("--samples", type=int, default=2, help="responses a problem (default: 2)")
+    measure.add_argument("--max-tokens", type=int, default=128, help="longest response, tokens (default: 128)")
+    measure.add_argument("--seed", type=int, default=0)
+    measure.add_argument("--out", metavar="FILE", help="also write the scored rollouts as parquet")
+
     mini = _verb(verbs, _mini, "mini", "make the mini model that ships with trueup", "trueup mini models/mini --seed 1")
     mini.add_argument("directory", metavar="DIR", help="where to write the model")
     mini.add_argument("--seed", type=int, default=0)
@@ -143,15 +161,49 @@ def _print_summary(summary: dict) -> None:
     console.print(table)
 
 
+def _measure(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from trueup.explain.live import measure_model, print_ladders, write_dump
+    from trueup.learner.model import load_tokenizer
+
+    measured = measure_model(
+        arguments.model,
+        arguments.sampler,
+        arguments.task,
+        prompts=arguments.prompts,
+        samples=arguments.samples,
+        max_tokens=arguments.max_tokens,
+        seed=arguments.seed,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    tokenizer = load_tokenizer(arguments.model)
+    if arguments.out:
+        write_dump(measured, arguments.out)
+    if arguments.json:
+        ladders = [found.to_json(tokenizer) for found in measured]
+        print(json.dumps({"schema": 1, "model": arguments.model, "samplers": ladders}))
+    else:
+        print_ladders(measured, tokenizer, Console(highlight=False))
+    return 0
+
+
 def _mini(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from trueup.mini import make_mini
 
-    report = make_mini(arguments.directory, seed=arguments.seed)
-    print(
-        json.dumps({"directory": arguments.directory, "report": report})
-        if arguments.json
-        else f"wrote {arguments.directory}"
-    )
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("teaching")
+        make_mini(
+            arguments.directory,
+            seed=arguments.seed,
+            progress=lambda done, total, loss: bar.update(
+                task, completed=done, total=total, description=f"loss {loss:.4f}"
+            ),
+        )
+    print(json.dumps({"directory": arguments.directory}) if arguments.json else f"wrote {arguments.directory}")
     return 0
 
 

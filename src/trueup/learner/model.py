@@ -170,3 +170,15 @@ class Policy:
                 f"{type(self.model).__name__} computes its logits in a way that trueup does not know: its log-probs "
                 f"{theirs.tolist()} against ours {ours.tolist()}. Please report the model's name"
             )
+
+
+@torch.no_grad()
+def best_tokens(policy: Policy, rollouts: Rollouts) -> Tensor:
+    """The token rated highest at each response position, int64 [N]."""
+    head = Head.of(policy.model)
+    weight, best_N = head.weight.float(), torch.empty(rollouts.tokens, dtype=torch.int64)
+    for rows in micro_batches(rollouts, policy.token_budget):
+        hidden_NH = response_hidden(policy.model.base_model, rollouts.rows(rows))
+        best = torch.cat([head.logits(part, weight).argmax(-1) for part in hidden_NH.split(policy.chunk)])
+        best_N[token_rows(rollouts.offsets, rows)] = best.cpu()
+    return best_N

@@ -74,6 +74,10 @@ class Sampler(Protocol):
         """Prefill log-probs of the response tokens at temperature 1, float32 [N]; never read from a prefix cache."""
         ...
 
+    def best_tokens(self, rollouts: Rollouts) -> Tensor:
+        """The token rated highest at each response position, by the same prefill, int64 [N]."""
+        ...
+
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every weight, named as in the checkpoint, and forget all cached prefixes."""
         ...

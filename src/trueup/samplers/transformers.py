@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from trueup.learner.logprobs import Head
-from trueup.learner.model import DTYPES, Policy
+from trueup.learner.model import DTYPES, Policy, best_tokens
 from trueup.rollouts import Rollouts
 from trueup.samplers.base import EngineError, Sampling, check_prompts
 
@@ -114,6 +114,9 @@ class TransformersSampler:
         at_one = rollouts.rows(range(len(rollouts)))
         at_one.temperature = torch.ones(len(rollouts))
         return Policy(self.model).score(at_one)[0]
+
+    def best_tokens(self, rollouts: Rollouts) -> Tensor:
+        return best_tokens(Policy(self.model), rollouts)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

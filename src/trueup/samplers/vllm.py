@@ -167,20 +167,32 @@ class VLLMSampler:
         )
 
     def score(self, rollouts: Rollouts) -> Tensor:
-        if len(rollouts) == 0:
-            return torch.empty(0)
-        sequences = [rollouts.prompt(row).tolist() + rollouts.response(row).tolist() for row in range(len(rollouts))]
-        request = self._vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        results = self._run(sequences, [request] * len(sequences))
         scored = []
-        for row, (sequence, result) in enumerate(zip(sequences, results)):
+        for row, found in enumerate(self._prefill(rollouts, top=0)):
             # One entry a position, none for the first: each is the log-prob of the token that stands there.
-            found = result.prompt_logprobs
             length = int(rollouts.lengths[row])
-            if length and list(found.token_ids[-length:]) != sequence[-length:]:
+            if length and list(found.token_ids[-length:]) != rollouts.response(row).tolist():
                 raise EngineError("vLLM scored other tokens than it was given; this vllm release is not supported")
             scored.append(found.logprobs[len(found.logprobs) - length :])
         return pack(scored, torch.float32)
+
+    def best_tokens(self, rollouts: Rollouts) -> Tensor:
+        best = []
+        for row, found in enumerate(self._prefill(rollouts, top=1)):
+            # The entries of a position are its own token and the best one, which may be the same.
+            entries = zip(found.start_indices, found.end_indices)
+            ranked = [[place for place in range(start, end) if found.ranks[place] == 1] for start, end in entries]
+            length = int(rollouts.lengths[row])
+            best.append([found.token_ids[places[0]] for places in ranked[len(ranked) - length :]])
+        return pack(best, torch.int64)
+
+    def _prefill(self, rollouts: Rollouts, top: int) -> list:
+        """vLLM's prompt log-probs of prompt and response, one result a row, with the `top` best tokens besides."""
+        sequences = [rollouts.prompt(row).tolist() + rollouts.response(row).tolist() for row in range(len(rollouts))]
+        request = self._vllm.SamplingParams(max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False)
+        return (
+            [result.prompt_logprobs for result in self._run(sequences, [request] * len(sequences))] if sequences else []
+        )
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         rounded = ((name, weight.to(torch.bfloat16)) for name, weight in weights)

@@ -65,6 +65,27 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="continue the run in --out from its newest checkpoint")
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
+    explain = _verb(
+        verbs,
+        _explain,
+        "explain",
+        "name the causes of the gap in rollout dumps",
+        "trueup explain runs/first/rollouts/*.parquet --gate 'kl<0.01' --gate 'ess>0.5'",
+    )
+    explain.add_argument("dumps", nargs="+", metavar="DUMP", help="parquet or JSONL files, folders or globs")
+    explain.add_argument(
+        "--columns",
+        help="OURS=THEIRS,... or a format (trl, verl, prime-rl, slime, nemo-rl); found by itself where it can be",
+    )
+    explain.add_argument("--tokenizer", metavar="MODEL", help="prove re-tokenisation with this tokenizer")
+    explain.add_argument(
+        "--gate",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit 1 unless it holds, e.g. 'kl<0.01'; repeatable",
+    )
+
     measure = _verb(
         verbs,
         _measure,
@@ -82,6 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--max-tokens", type=int, default=128, help="longest response, tokens (default: 128)")
     measure.add_argument("--seed", type=int, default=0)
     measure.add_argument("--out", metavar="FILE", help="also write the scored rollouts as parquet")
+
+    report = _verb(
+        verbs, _report, "report", "write one HTML page about a run or a rollout dump", "trueup report runs/first"
+    )
+    report.add_argument("path", nargs="+", metavar="PATH", help="a run directory, or rollout parquet files")
+    report.add_argument(
+        "--out", metavar="FILE", help="default: report.html in the run, <dump>-report.html beside a dump"
+    )
+    report.add_argument("--tokenizer", metavar="DIR", help="for the text of tokens (default: the run's checkpoint)")
 
     mini = _verb(verbs, _mini, "mini", "make the mini model that ships with trueup", "trueup mini models/mini --seed 1")
     mini.add_argument("directory", metavar="DIR", help="where to write the model")
@@ -161,6 +191,24 @@ def _print_summary(summary: dict) -> None:
     console.print(table)
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from trueup.explain.gates import failed_gates, parse_gate
+    from trueup.explain.text import print_verdict, progress_bar
+    from trueup.explain.verdict import explain
+
+    gates = [parse_gate(text) for text in arguments.gate]
+    with progress_bar() as progress:
+        verdict = explain(arguments.dumps, arguments.columns, arguments.tokenizer, progress)
+    if arguments.json:
+        print(json.dumps(verdict))
+    else:
+        print_verdict(verdict)
+    reasons = failed_gates(gates, verdict["stats"])
+    for reason in reasons:
+        print(f"trueup: {reason}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -185,6 +233,15 @@ def _measure(arguments: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "model": arguments.model, "samplers": ladders}))
     else:
         print_ladders(measured, tokenizer, Console(highlight=False))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from trueup.report import write_report
+
+    path = arguments.path[0] if len(arguments.path) == 1 else arguments.path
+    page = write_report(path, arguments.out, arguments.tokenizer)
+    print(json.dumps({"report": str(page)}) if arguments.json else f"wrote {page}")
     return 0
 
 

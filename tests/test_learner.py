@@ -65,6 +65,33 @@ def test_chunked_log_probs_and_their_gradients_are_the_naive_ones(bias, multipli
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_a_vocabulary_in_parts_are_those_of_the_whole(dtype):
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(33, 24).to(dtype).requires_grad_(), (torch.randn(5000, 24) / 2).to(dtype).requires_grad_()
+    targets, temperature = torch.randint(0, 5000, (33,)), torch.tensor([1.0, 0.6, 1.4]).repeat(11)
+    up = torch.randn(33)
+    results = []
+    for function in (naive, lambda *given: token_logprobs(*given, chunk=10_000)):  # blocks of 1,024 of the vocabulary
+        wide = [leaf.float() if function is naive else leaf for leaf in (hidden, weight)]
+        logp, entropy = function(wide[0], Head(wide[1]), targets, temperature)
+        gradients = torch.autograd.grad((logp * up).sum() + 0.1 * entropy.sum(), (hidden, weight))
+        results.append((logp, entropy, *gradients))
+    for expected, found in zip(*(result[:2] for result in results)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # bf16 products of the backward round to 8 bits, as bf16 gradients do anyway
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for expected, found in zip(*(result[2:] for result in results)):
+        assert (found.float() - expected.float()).norm() < tolerance * expected.float().norm()
+
+
+def test_the_precision_of_other_products_is_left_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    hidden, weight = torch.randn(4, 8).bfloat16(), torch.randn(20, 8).bfloat16()
+    token_logprobs(hidden, Head(weight), torch.arange(4), torch.ones(4))
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_log_probs_of_extreme_logits_stay_finite():
     hidden, weight = torch.full((2, 4), 1e3, requires_grad=True), torch.randn(9, 4) * 1e3
     logp, entropy = token_logprobs(hidden, Head(weight), torch.tensor([0, 1]), torch.ones(2))

@@ -175,10 +175,9 @@ class Policy:
 @torch.no_grad()
 def best_tokens(policy: Policy, rollouts: Rollouts) -> Tensor:
     """The token rated highest at each response position, int64 [N]."""
-    head = Head.of(policy.model)
-    weight, best_N = head.weight.float(), torch.empty(rollouts.tokens, dtype=torch.int64)
+    head, best_N = Head.of(policy.model), torch.empty(rollouts.tokens, dtype=torch.int64)
     for rows in micro_batches(rollouts, policy.token_budget):
         hidden_NH = response_hidden(policy.model.base_model, rollouts.rows(rows))
-        best = torch.cat([head.logits(part, weight).argmax(-1) for part in hidden_NH.split(policy.chunk)])
+        best = torch.cat([head.logits(part).argmax(-1) for part in hidden_NH.split(policy.chunk)])
         best_N[token_rows(rollouts.offsets, rows)] = best.cpu()
     return best_N

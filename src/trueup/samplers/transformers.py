@@ -18,8 +18,8 @@ from transformers import (
 
 from trueup.learner.logprobs import Head
 from trueup.learner.model import DTYPES, Policy, best_tokens
-from trueup.rollouts import Rollouts
-from trueup.samplers.base import EngineError, Sampling, check_prompts
+from trueup.rollouts import Rollouts, pack
+from trueup.samplers.base import EngineError, Sampling, check_greedy, check_prompts
 
 
 class TransformersSampler:
@@ -44,36 +44,46 @@ class TransformersSampler:
         own = AutoModelForCausalLM.from_config(config, dtype=DTYPES[precision]).eval()
         return cls(own.to("cuda" if torch.cuda.is_available() else "cpu"), precision, context=context)
 
-    @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        return self._generate(prompts, sampling, margins=False)[0]
+
+    def generate_with_margins(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[Rollouts, Tensor]:
+        check_greedy(sampling)
+        return self._generate(prompts, sampling, margins=True)
+
+    @torch.no_grad()
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, margins: bool) -> tuple[Rollouts, Tensor]:
         check_prompts(prompts, sampling, self._context)
         rows = [list(map(int, prompt)) for prompt in prompts for _ in range(sampling.n)]
         noise_BT = _noise(len(rows), sampling)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-        drawn: list[tuple[list[int], list[float]]] = [([], [])] * len(rows)
+        drawn: list[tuple[list[int], list[float], list[float]]] = [([], [], [])] * len(rows)
         while order:
             width = len(rows[order[0]]) + sampling.max_tokens
             batch, order = order[: max(1, self._token_budget // width)], order[max(1, self._token_budget // width) :]
-            for row, response in zip(batch, self._decode([rows[row] for row in batch], noise_BT[batch], sampling)):
+            for row, response in zip(
+                batch, self._decode([rows[row] for row in batch], noise_BT[batch], sampling, margins)
+            ):
                 drawn[row] = response
         stops = set(sampling.stop_token_ids)
-        return Rollouts.from_lists(
+        rollouts = Rollouts.from_lists(
             rows,
-            [ids for ids, _ in drawn],
-            [logprobs for _, logprobs in drawn],
+            [ids for ids, _, _ in drawn],
+            [logprobs for _, logprobs, _ in drawn],
             sampler_version=self.version,
             group=[row // sampling.n for row in range(len(rows))],
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            finish_reason=["stop" if ids[-1] in stops else "length" for ids, _ in drawn],
+            finish_reason=["stop" if ids[-1] in stops else "length" for ids, _, _ in drawn],
             engine=self.engine,
         )
+        return rollouts, pack([margins for _, _, margins in drawn], torch.float32)
 
     def _decode(
-        self, prompts: list[list[int]], noise_BT: Tensor, sampling: Sampling
-    ) -> list[tuple[list[int], list[float]]]:
+        self, prompts: list[list[int]], noise_BT: Tensor, sampling: Sampling, margins: bool
+    ) -> list[tuple[list[int], list[float], list[float]]]:
         device, count, width = self.model.device, len(prompts), max(map(len, prompts))
         ids_BT = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -81,6 +91,7 @@ class TransformersSampler:
         stop = torch.tensor(sampling.stop_token_ids, device=device)
         tokens = torch.zeros(count, sampling.max_tokens, dtype=torch.int64)
         logprobs = torch.zeros(count, sampling.max_tokens)
+        ahead = torch.zeros(count, sampling.max_tokens)  # the margin of each token, where it is asked for
         lengths = torch.full((count,), sampling.max_tokens)
         alive = torch.arange(count)  # the row that each row of the shrinking batch stands for
         cache, warp, head = DynamicCache(config=self.model.config), _warpers(sampling), Head.of(self.model)
@@ -93,7 +104,11 @@ class TransformersSampler:
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
-            token_B, logprob_B = _draw(head.logits(hidden, exact), noise_BT[alive, step], sampling, warp)
+            logits_BV = head.logits(hidden, weight=exact)
+            token_B, logprob_B = _draw(logits_BV, noise_BT[alive, step], sampling, warp)
+            if margins:  # log-probs lie as far apart as their logits
+                best_B2 = logits_BV.topk(2).values
+                ahead[alive, step] = (best_B2[:, 0] - best_B2[:, 1]).float().cpu()
             tokens[alive, step], logprobs[alive, step] = token_B.cpu(), logprob_B.cpu()
             finished = torch.isin(token_B, stop).cpu()
             lengths[alive[finished]] = step + 1
@@ -106,7 +121,7 @@ class TransformersSampler:
                 cache.batch_select_indices(keep.to(device))
                 alive, ids_BT, position_BT, mask_BT = alive[keep], ids_BT[keep], position_BT[keep], mask_BT[keep]
         return [
-            (tokens[row, :length].tolist(), logprobs[row, :length].tolist())
+            (tokens[row, :length].tolist(), logprobs[row, :length].tolist(), ahead[row, :length].tolist())
             for row, length in enumerate(lengths.tolist())
         ]
 

@@ -90,7 +90,7 @@ def test_the_smallest_task_still_has_both_splits():
 
 @pytest.mark.parametrize("index", [512, -513])
 def test_an_index_outside_says_what_there_is(index):
-    with pytest.raises(IndexError, match="of 512 heldout problems"):
+    with pytest.raises(IndexError, match="of 512: ask 0 to 511"):
         Sums().heldout[index]
 
 

@@ -19,6 +19,27 @@ class Problem:
     """Whatever the verifier needs besides (a reasoning-gym entry, say)."""
 
 
+class VirtualRows(Sequence):
+    """A list of problems that are made when they are asked for: what is common to generated tasks."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index`, 0 <= index < length: a pure function of it."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self.problem(i) for i in range(*index.indices(self.length))]
+        if not -self.length <= index < self.length:
+            raise IndexError(f"problem {index} of {self.length}: ask 0 to {self.length - 1}")
+        return self.problem(index % self.length)
+
+
 class Task(Protocol):
     """Problems are addressed by index, so that a resumed run asks exactly what an uninterrupted one would."""
 

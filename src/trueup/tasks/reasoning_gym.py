@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from trueup.tasks.answers import read_number, tagged_answer
 from trueup.tasks.arithmetic import compute
-from trueup.tasks.base import Problem
+from trueup.tasks.base import Problem, VirtualRows
 
 INSTRUCTION = (
     "Think step by step. Then give the final answer, in exactly the form that is asked for, "
@@ -81,22 +81,16 @@ JUDGED_HERE: dict[str, Callable[[str, dict], bool]] = {
 }
 
 
-class Rows(Sequence):
-    """A virtual list of problems: problem i is made when it is asked for, from the dataset's seed and i."""
+class Rows(VirtualRows):
+    """Problems of one of the library's datasets, from its seed and their index."""
 
     def __init__(self, dataset, length: int):
-        self.dataset, self.length = dataset, length
+        super().__init__(length)
+        self.dataset = dataset
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.length))]
-        if not -self.length <= index < self.length:
-            raise IndexError(f"problem {index} of {self.length}: ask 0 to {self.length - 1}")
+    def problem(self, index: int) -> Problem:
         with contextlib.redirect_stdout(sys.stderr):  # some generators print; standard output is for results
-            entry = self.dataset[index % self.length]
+            entry = self.dataset[index]
         answer = "" if entry["answer"] is None else str(entry["answer"])  # some puzzles have no single right answer
         return Problem(f"{entry['question'].strip()}\n\n{INSTRUCTION}", answer, extra={"entry": entry})
 

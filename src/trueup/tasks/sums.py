@@ -13,9 +13,8 @@ import hashlib
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from trueup.tasks.base import Problem
+from trueup.tasks.base import Problem, VirtualRows
 
 SPLITS = ("train", "heldout")
 TRAIN_ROWS = 1_000_000
@@ -46,25 +45,15 @@ def work_out(addends: Sequence[int], add: Callable[[int, int], int] = int.__add_
     return f"{''.join(steps)}#{total}"
 
 
-@dataclass(frozen=True)
-class Rows(Sequence):
-    """A virtual list of problems."""
+class Rows(VirtualRows):
+    """Problems of one split."""
 
-    split: str
-    length: int
-    seed: int
-    addends: int
-    digits: int
+    def __init__(self, split: str, length: int, seed: int, addends: int, digits: int):
+        super().__init__(length)
+        self.split, self.seed, self.addends, self.digits = split, seed, addends, digits
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self.length))]
-        if not -self.length <= index < self.length:
-            raise IndexError(f"problem {index} of {self.length} {self.split} problems: ask 0 to {self.length - 1}")
-        numbers = self.numbers(index % self.length)
+    def problem(self, index: int) -> Problem:
+        numbers = self.numbers(index)
         return Problem(prompt=_prompt(numbers), answer=str(sum(numbers)))
 
     def numbers(self, index: int) -> list[int]:

@@ -160,8 +160,9 @@ def test_each_algorithm_is_the_set_of_fields_its_paper_names(algorithm, expected
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("correction", PRESETS)
+@pytest.mark.parametrize(
+    "algorithm, correction", [(name, "tis") for name in ALGORITHMS] + [("grpo", name) for name in PRESETS]
+)
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path, algorithm, correction):
     config = load_config(
         {"algorithm": algorithm, "correction": correction}, ["learner.lr=3e-7", "log.trackers=[wandb]"]
@@ -220,7 +221,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_at_every_level(override, mes
     "override, message",
     [
         ("algorithm=grop", "algorithm='grop': expected one of ppo, grpo, .*; did you mean grpo\\?"),
-        ("sampler.precision=in8", "sampler.precision='in8': expected one of bf16, int8, fp32; did you mean int8\\?"),
+        (
+            "sampler.precision=in8",
+            "sampler.precision='in8': expected one of bf16, int8, .*, fp32; did you mean int8\\?",
+        ),
         ("log.trackers=[wandbb]", "log.trackers.0='wandbb': expected one of .*; did you mean wandb\\?"),
         ("correction=tsi", "correction='tsi': unknown correction 'tsi', did you mean 'tis'\\?"),
         ("correction=[tis]", "a correction is a preset's name or a mapping of its fields"),
@@ -247,7 +251,10 @@ def test_every_problem_is_named_at_once():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["sampler.precision=fp32"], "vllm cannot run 'fp32'; it runs bf16 and int8; transformers:fp32 has it"),
+        (
+            ["sampler.precision=fp32"],
+            "vllm cannot run 'fp32'; it runs bf16, int8, .* and int4-channel; transformers:fp32",
+        ),
         (["sampler.engine=transformers", "sampler.precision=int8"], "transformers cannot run 'int8'.*vllm:int8 has it"),
         (["sampler.top_k=0"], "top_k=0: expected a positive number, or -1 to turn it off"),
         (["correction=tis", "sampler.top_p=0.9"], "top_p=0.9, top_k=-1, min_p=0.0 remove tokens.* or correction=none"),
@@ -268,6 +275,12 @@ def test_every_problem_is_named_at_once():
             ["reward.overlong_buffer=64", "batch.response_length=64"],
             "overlong_buffer=64 must be shorter than .*length=64",
         ),
+        (["log.eval_by=sampler", "sampler.precision=int4"], "report what int4 can do, not what was learned"),
+        (["delivery.scales=frozen"], "delivery.scales=frozen but sampler.precision=bf16 has no scales; use fresh"),
+        (
+            ["sampler.activation_range=1.2", "sampler.precision=int8"],
+            "activation_range=1.2 but sampler.precision=int8 .* or precision=int8-static",
+        ),
         (["objective.dual_clip=1.1"], "dual_clip=1.1 must exceed 1 \\+ clip_high = 1.2"),
     ],
 )
@@ -283,6 +296,8 @@ def test_an_impossible_combination_is_refused_with_the_remedy(overrides, message
         ["sampler.top_p=0.9", "sampler.top_k=50", "sampler.min_p=0.1"],
         ["algorithm=ppo", "batch.samples=1"],
         ["algorithm=reinforce++", "batch.samples=1"],
+        ["delivery.scales=frozen", "sampler.precision=int4"],
+        ["sampler.activation_range=1.2", "sampler.precision=int8-static"],
         ["batch.minibatches=8", "batch.prompts=2", "batch.samples=4"],
         ["reward.overlong_buffer=63", "batch.response_length=64"],
     ],

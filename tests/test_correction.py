@@ -1,4 +1,4 @@
-"""Every preset against a case worked out by hand, and the properties all corrections share."""
+"""The field's own presets worked out by hand, filters, and the properties all corrections share. Peers: test_presets.py."""
 
 import dataclasses
 import math
@@ -40,11 +40,7 @@ BY_HAND = {
 }
 
 
-def test_the_table_by_hand_names_every_preset():
-    assert BY_HAND.keys() == PRESETS.keys()
-
-
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", BY_HAND)
 def test_each_preset_gives_the_weights_worked_out_by_hand(name):
     found = apply(name)
     assert found.weights_N.tolist() == pytest.approx(BY_HAND[name], abs=1e-6)
@@ -102,6 +98,7 @@ def test_tokens_outside_the_loss_mask_have_no_weight_and_no_part_in_the_product(
     # products 1 * 0.25, 3 * 1, 0.4
     assert found.weights_N.tolist() == pytest.approx([0.25, 0, 0.25, 2, 2, 0.4, 0])
     assert found.counts["tokens"] == 5
+    assert found.denominator_N.tolist() == mask.tolist()
 
 
 def test_ppo_is_needs_no_recomputed_log_probs_but_drops_what_the_sampler_did_not_report():
@@ -141,13 +138,27 @@ def test_filters_judge_raw_ratios_and_combine_with_the_bound():
     assert found.stats["correction/masked_fraction"] == pytest.approx(3 / 7)
 
 
-def test_a_filter_on_negative_advantages_leaves_the_others_alone():
-    item = Filter("k3", "mean", high=0.5, negative_advantage_only=True)  # means .75, .45, 1.76
-    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 0.0])
+@pytest.mark.parametrize(
+    "sign, keep",
+    [("any", [0, 0, 0, 1, 1, 0, 0]), ("negative", [0, 0, 0, 1, 1, 1, 1]), ("positive", [1, 1, 1, 1, 1, 0, 1])],
+)
+def test_a_filter_on_one_sign_of_the_advantage_leaves_the_others_alone(sign, keep):
+    item = Filter("k3", "mean", high=0.5, advantage=sign)  # means .75, .45, 1.76
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 0.0])  # 0 has no sign
     found = apply(Correction(level="none", filters=(item,)), advantages=advantages)
-    assert found.keep_N.tolist() == [False] * 3 + [True] * 4
-    with pytest.raises(ValueError, match="needs advantages_N"):
-        apply(Correction(level="none", filters=(item,)))
+    assert found.keep_N.tolist() == [bool(value) for value in keep]
+    if sign != "any":
+        with pytest.raises(ValueError, match="needs advantages_N"):
+            apply(Correction(level="none", filters=(item,)))
+
+
+def test_an_impossible_log_prob_counts_as_probability_one_in_prob_diff():
+    # A placeholder of 5.0 is no probability of e^5: |1 - 0.5| = 0.5
+    item = Filter("prob_diff", low=-0.6)
+    found = correct(
+        Correction("none", filters=(item,)), torch.tensor([5.0]), torch.tensor([0.5]).log(), offsets_of([1])
+    )
+    assert found.keep_N.tolist() == [True]
 
 
 def test_counts_tell_responses_that_were_dropped_whole():
@@ -179,10 +190,14 @@ corrections = st.sampled_from(
 def batches(draw, apart=30.0):
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     numbers = st.floats(-apart, 0, width=32)
-    tokens = [draw(st.tuples(numbers, numbers, st.booleans(), st.booleans())) for _ in range(sum(lengths))]
+    tokens = [
+        draw(st.tuples(numbers, numbers, st.booleans(), st.booleans(), st.sampled_from([-1.0, 0.0, 2.0])))
+        for _ in range(sum(lengths))
+    ]
     mu = torch.tensor([token[0] if token[2] or token[3] else NAN for token in tokens], dtype=torch.float32)
     pi = torch.tensor([token[1] for token in tokens], dtype=torch.float32)
-    return mu, pi, offsets_of(lengths), torch.tensor([token[2] for token in tokens], dtype=torch.bool)
+    mask = torch.tensor([token[2] for token in tokens], dtype=torch.bool)
+    return mu, pi, offsets_of(lengths), mask, torch.tensor([token[4] for token in tokens], dtype=torch.float32)
 
 
 def rows(values, offsets):
@@ -192,8 +207,8 @@ def rows(values, offsets):
 @given(corrections, batches())
 @settings(max_examples=100, deadline=None)
 def test_exactly_on_policy_every_weight_is_one_and_every_known_token_is_kept(correction, batch):
-    mu, _, offsets, mask = batch
-    found = correct(correction, mu, mu, offsets, mask)
+    mu, _, offsets, mask, advantages = batch
+    found = correct(correction, mu, mu, offsets, mask, advantages)
     valid = mask & torch.isfinite(mu)
     assert torch.equal(found.keep_N, valid)
     assert torch.equal(found.weights_N, valid.float())
@@ -213,26 +228,20 @@ def test_log_probs_however_far_apart_give_finite_weights_that_vanish_where_dropp
 @given(corrections, batches(), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_permuting_responses_permutes_the_result_and_splitting_the_batch_does_not_change_it(correction, batch, random):
-    mu, pi, offsets, mask = batch
-    whole = correct(correction, mu, pi, offsets, mask)
+    mu, pi, offsets, mask, advantages = batch
+    whole = correct(correction, *batch)
     order = list(range(len(offsets) - 1))
     random.shuffle(order)
     cut = lambda values: torch.cat([rows(values, offsets)[i] for i in order])  # noqa: E731
-    mixed = correct(correction, cut(mu), cut(pi), offsets_of(offsets.diff()[order]), cut(mask))
+    mixed = correct(correction, cut(mu), cut(pi), offsets_of(offsets.diff()[order]), cut(mask), cut(advantages))
     assert torch.equal(mixed.weights_N, cut(whole.weights_N))
     assert torch.equal(mixed.keep_N, cut(whole.keep_N))
     parts = [
-        correct(correction, m, p, offsets_of([len(m)]), k)
-        for m, p, k in zip(rows(mu, offsets), rows(pi, offsets), rows(mask, offsets), strict=True)
+        correct(correction, m, p, offsets_of([len(m)]), k, a)
+        for m, p, k, a in zip(*(rows(values, offsets) for values in (mu, pi, mask, advantages)), strict=True)
     ]
     assert torch.equal(torch.cat([part.weights_N for part in parts]), whole.weights_N)
     assert fractions(add_counts(part.counts for part in parts)) == pytest.approx(whole.stats)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_weights_never_carry_gradient(name):
-    pi = PI.clone().requires_grad_()
-    assert not correct(preset(name), MU, pi, OFFSETS, ALL).weights_N.requires_grad
 
 
 def test_low_precision_log_probs_are_widened_before_they_are_subtracted():
@@ -285,7 +294,7 @@ def test_a_correction_reads_well():
     assert str(preset("is")) == "rho per token, unbounded"
     assert str(preset("ppo-is")) == "sampler log-probs as pi_old inside the clip"
     assert str(preset("sequence-mis")) == "product of rho per response, dropped outside [0, 2]"
-    item = Filter("k1", "mean", high=0.05, negative_advantage_only=True)
+    item = Filter("k1", "mean", high=0.05, advantage="negative")
     assert str(Correction(level="none", filters=(item,), dropped_in_denominator=True)) == (
         "weights 1; drop responses with mean k1 outside [-inf, 0.05] where the advantage is negative; "
         "dropped tokens stay in the denominator"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueup.packing import pack_columns, wide
 from trueup.rollouts import offsets_of, segment_sum
 
 # Ratios are exponentiated up to e^LIMIT: far beyond any real one, and the square of a sum of them is still finite.
@@ -39,7 +40,7 @@ def measure(
         loss_mask_N: bool [N], false for tokens the policy did not choose. None: all are chosen.
         entropy_N: [N] entropy of the learner's distribution at each token, nats; adds `mismatch/kl_per_entropy`.
 
-    Tensors may be on any device and in any float type; arithmetic is float64 (float32 on devices without it).
+    Tensors (any device, any float type), or NumPy arrays and lists; arithmetic is float64 (float32 on devices without it).
     Missing tokens are left out of every statistic and counted in `missing_fraction`.
 
     Returns, over the n measured tokens (x = log rho):
@@ -56,9 +57,14 @@ def measure(
         tokens: n. With nothing to measure it is 0 and the rest are what perfect agreement shows (1 for ratios and ESS,
             else 0): look at `tokens` before trusting an empty batch.
     """
-    sampler_N, learner_N, offsets, mask_N, entropy_N = _packed(
-        sampler_logprobs_N, learner_logprobs_N, offsets, loss_mask_N, entropy_N
-    )
+    given = {
+        "sampler_logprobs_N": sampler_logprobs_N,
+        "learner_logprobs_N": learner_logprobs_N,
+        "entropy_N": entropy_N,
+    }
+    packed = pack_columns(given, offsets, loss_mask_N)
+    sampler_N, learner_N, entropy_N = (None if value is None else wide(value) for value in packed.columns.values())
+    mask_N, offsets = packed.mask_N, packed.offsets
     known_N = mask_N & torch.isfinite(sampler_N) & torch.isfinite(learner_N)
     length_B = segment_sum(known_N.long(), offsets)
     masked_in, tokens = int(mask_N.sum()), int(known_N.sum())
@@ -159,51 +165,3 @@ def _empty(missing: float, with_entropy: bool) -> dict[str, float]:
     names += ["kl_per_entropy"] if with_entropy else []
     stats = {f"mismatch/{name}": float(name in _ONE_WHEN_EMPTY) for name in names}
     return stats | {"mismatch/missing_fraction": missing, "mismatch/tokens": 0.0}
-
-
-def _packed(sampler, learner, offsets, mask, entropy) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Any accepted input -> packed float tensors without gradient, offsets and a bool mask; raises ValueError."""
-    sampler, learner = _tensor(sampler), _tensor(learner)
-    mask = None if mask is None else _tensor(mask).to(sampler.device).bool()
-    entropy = None if entropy is None else _tensor(entropy).to(sampler.device)
-    padded = offsets is None
-    if padded and mask is None:
-        raise ValueError("offsets=None means padded [B, T] inputs; they need loss_mask_N to tell tokens from padding")
-    expected = (2, "padded [B, T]") if padded else (1, "packed [N]")
-    if sampler.dim() != expected[0]:
-        hint = "" if padded else "; for padded tensors pass offsets=None and loss_mask_N"
-        raise ValueError(
-            f"sampler_logprobs_N has shape {tuple(sampler.shape)}, expected {expected[1]} "
-            f"with offsets={'None' if padded else 'given'}{hint}"
-        )
-    for name, value in (("learner_logprobs_N", learner), ("loss_mask_N", mask), ("entropy_N", entropy)):
-        if value is not None and value.shape != sampler.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)} but sampler_logprobs_N has {tuple(sampler.shape)}; "
-                "they must hold the same tokens"
-            )
-    if padded:
-        offsets = offsets_of(mask.sum(1)).to(sampler.device)
-        sampler, learner, entropy = sampler[mask], learner[mask], None if entropy is None else entropy[mask]
-        mask = torch.ones_like(sampler, dtype=torch.bool)
-    else:
-        offsets = _tensor(offsets).to(sampler.device, torch.int64)
-        _check_offsets(offsets, len(sampler))
-        mask = torch.ones_like(sampler, dtype=torch.bool) if mask is None else mask
-    dtype = torch.float32 if sampler.device.type == "mps" else torch.float64  # Apple GPUs have no float64
-    sampler, learner = sampler.to(dtype), learner.to(sampler.device, dtype)
-    return sampler, learner, offsets, mask, None if entropy is None else entropy.to(dtype)
-
-
-def _check_offsets(offsets: Tensor, tokens: int) -> None:
-    shaped = offsets.dim() == 1 and len(offsets) > 0
-    if not shaped or offsets[0] != 0 or offsets[-1] != tokens or (offsets.diff() < 0).any():
-        ends = f" running from {int(offsets[0])} to {int(offsets[-1])}" if shaped else ""
-        raise ValueError(
-            f"offsets must rise from 0 to the number of tokens, {tokens}, one entry more than there are responses; "
-            f"got shape {tuple(offsets.shape)}{ends}"
-        )
-
-
-def _tensor(value) -> Tensor:
-    return value.detach() if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))

@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -17,8 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from trueup.explain.finding import CAUSES
+from trueup.explain.ladder import split_gap
+from trueup.explain.live import Measured, measured_json, write_measured
+from trueup.explain.text import tokens_in
+from trueup.explain.verdict import explain
 from trueup.mismatch import measure
-from trueup.report import Gathered, Verdict, verdict, write_report
+from trueup.report import Finding, Gathered, Verdict, verdict, write_report
+from trueup.report.causes import said, with_causes
 from trueup.report.histogram import Histogram
 from trueup.report.scale import Scale, spanning
 from trueup.report.tokentext import visible
@@ -239,11 +247,53 @@ def test_steps_are_judged_without_rollouts(outside, level):
     assert found.findings[0].level == level and found.healthy == (level != "fault")
 
 
-def test_another_judge_may_speak(tmp_path):
-    dump().to_parquet(tmp_path / "dump.parquet")
-    judge = lambda gathered, cut: Verdict(False, f"{gathered.tokens} <b>tokens</b>", [])  # noqa: E731
-    page = read(write_report(tmp_path / "dump.parquet", judge=judge))
-    assert f"{dump().tokens} <b>tokens</b>" in page.text
+def test_a_healthy_dump_is_said_to_be_healthy_and_why(tmp_path):
+    dump(200).to_parquet(tmp_path / "dump.parquet")
+    page = read(write_report(tmp_path / "dump.parquet"))
+    assert "Healthy: nothing but ordinary rounding and kernels." in page.text
+    assert "Fresh noise at every token" in page.text and "100% of the gap" in page.text
+
+
+def test_causes_are_named_with_share_evidence_and_remedy(tmp_path):
+    rollouts = dump(200)
+    odds = rollouts.learner_logprobs.double()
+    odds = odds - torch.log(-torch.expm1(odds))
+    rollouts.learner_logprobs = -torch.log1p(torch.exp(-odds / 0.6)).float()  # the same two tokens at temperature 0.6
+    rollouts.to_parquet(tmp_path / "dump.parquet")
+    found = explain([str(tmp_path / "dump.parquet")])["causes"]
+    assert found[0]["cause"] == "temperature"
+    page = read(write_report(tmp_path / "dump.parquet"))
+    assert "Not healthy: the two sides took different temperatures." in page.text
+    for words in (f"{found[0]['share']:.0%} of the gap", found[0]["evidence"], found[0]["remedy"], "ordinary rounding"):
+        assert words.lower() in page.text.lower(), words
+
+
+def test_the_page_is_written_when_causes_cannot_be_told(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise KeyError("no such <column>")
+
+    monkeypatch.setattr("trueup.report.causes.explain", fail)
+    dump(200).to_parquet(tmp_path / "dump.parquet")
+    page = read(write_report(tmp_path / "dump.parquet"))
+    assert "could not be told: 'no such <column>'" in page.text
+    assert "Causes could not be told." in page.text and page.numbers()["mismatch/tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "causes, kl, healthy, words",
+    [
+        (["quantised"], 0.001, True, "Healthy: nothing but ordinary quantisation."),
+        (["quantised"], 0.9, False, "No known fault was found, but KL(mu, pi) is beyond the usual."),
+        (["precision", "missing", "cache"], 0.001, False, "Not healthy: some log-probs are missing; some prompts"),
+    ],
+)
+def test_sizes_and_causes_make_one_headline(causes, kl, healthy, words):
+    level = "fault" if kl > 0.1 else "ok"
+    sizes = Verdict(level == "ok", "", [Finding(level, "KL(mu, pi)", "")])
+    found = {"healthy": len(causes) == 1, "causes": [{"cause": cause} for cause in causes]}
+    merged = with_causes(sizes, found)
+    assert merged.healthy is healthy and merged.headline.startswith(words)
+    assert [cause["cause"] for cause in merged.causes][-1] == causes[0]  # the floor comes last
 
 
 # --- what is given ----------------------------------------------------------------------------------------------------
@@ -315,7 +365,7 @@ def test_an_identical_response_is_shown_once(tmp_path):
     )
     rollouts.to_parquet(tmp_path / "dump.parquet")
     page = read(write_report(tmp_path / "dump.parquet"))
-    assert sum(tag == "details" for tag, _ in page.tags) == 1 and "7 times" in page.text
+    assert sum(a.get("class") == "response" for _, a in page.tags) == 1 and "7 times" in page.text
 
 
 def test_a_long_response_is_cut_around_its_worst_token(tmp_path):
@@ -328,6 +378,156 @@ def test_a_long_response_is_cut_around_its_worst_token(tmp_path):
     assert page.stat().st_size < 200_000
     assert any(a.get("data-n", "").startswith(f"{at + 1}|2|-4|-0.5|-3.5") for _, a in read(page).tags)
     assert "tokens before]" in page.read_text() and "tokens after]" in page.read_text()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_of_other_frameworks_are_read_as_explain_reads_them(tmp_path, kind):
+    rollouts = dump()
+    rows = [
+        {"ids": rollouts.response(row).tolist(), "mu": mu.tolist(), "pi": pi.tolist()}
+        for row, (mu, pi) in enumerate(
+            zip(*(v.split(rollouts.lengths.tolist()) for v in (rollouts.sampler_logprobs, rollouts.learner_logprobs)))
+        )
+    ]
+    path = tmp_path / f"theirs.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    columns = "response_ids=ids,sampler_logprobs=mu,learner_logprobs=pi"
+    seen = []
+    page = read(write_report(tmp_path, columns=columns, progress=seen.append))
+    expected = measure(rollouts.sampler_logprobs, rollouts.learner_logprobs, rollouts.offsets, rollouts.loss_mask)
+    for name, value in page.numbers().items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+    assert "The worst responses" in page.text and "Prompt" not in page.text
+    assert sum(seen) == 2 * rollouts.tokens  # once for the page, once for the causes
+    bare = read(write_report(tmp_path, columns=columns.partition(",")[2]))  # without ids
+    assert bare.numbers() == page.numbers() and "[?]" in bare.text and "[?]" not in page.text
+    with pytest.raises(ValueError, match="has no column sampler_logprobs"):
+        write_report(tmp_path / f"theirs.{kind}")
+
+
+def test_a_response_alone_in_its_bin_is_hollow_and_no_line_leads_to_it(tmp_path):
+    lengths = [2, 50, 50, 50]
+    rollouts = Rollouts.from_lists(
+        [[1]] * 4, [[2] * n for n in lengths], [[-0.5] * n for n in lengths], learner_logprobs=-0.4
+    )
+    rollouts.to_parquet(tmp_path / "dump.parquet")
+    text = write_report(tmp_path / "dump.parquet").read_text()
+    chart = text[text.index("<h3>Gap by response length") :].partition("</svg>")[0]
+    assert chart.count("hollow") == 1 and re.search(r'class="line s0" d="M[^L"]*"', chart)
+
+
+def test_log_probs_of_another_length_are_missing_ones_and_no_crash(tmp_path):
+    table = dump(200)
+    table.to_parquet(tmp_path / "whole.parquet")
+    rows = pq.read_table(tmp_path / "whole.parquet")
+    short = [values[:-1] if row == 3 else values for row, values in enumerate(rows["sampler_logprobs"].to_pylist())]
+    rows = rows.set_column(
+        rows.column_names.index("sampler_logprobs"), "sampler_logprobs", pa.array(short, pa.list_(pa.float32()))
+    )
+    pq.write_table(rows, tmp_path / "dump.parquet")
+    page = read(write_report(tmp_path / "dump.parquet"))
+    assert "some log-probs are missing" in page.text and "200 responses" in page.text
+
+
+def test_a_read_only_folder_sends_the_page_to_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "here").mkdir()
+    dump().to_parquet(tmp_path / "locked" / "dump.parquet")
+    monkeypatch.chdir(tmp_path / "here")
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and allowed(path, mode))
+    told = []
+    page = write_report(tmp_path / "locked" / "dump.parquet", say=told.append)
+    assert page == tmp_path / "here" / "dump-report.html" and page.exists()
+    assert len(told) == 1 and "locked is read-only" in told[0] and "current directory" in told[0]
+
+
+def test_the_page_does_not_grow_with_the_dump(tmp_path):
+    sizes = []
+    for responses in (300, 6000):
+        dump(responses).to_parquet(tmp_path / "dump.parquet")
+        assert tokens_in([str(tmp_path / "dump.parquet")]) == dump(responses).tokens
+        sizes.append(write_report(tmp_path / "dump.parquet").stat().st_size)
+    assert sizes[1] < 1.3 * sizes[0] < 300_000
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------------
+
+
+def measured(spec: str, seed: int) -> Measured:
+    """A ladder of random rungs; the engine's tokens carry markup."""
+    rollouts = dump(seed=seed, engine=spec)
+    random = torch.Generator().manual_seed(seed)
+    rungs = {"bf16": rollouts.learner_logprobs}
+    for rung in ["fp32", *(["int8 simulated"] if spec.endswith("int8") else []), "prefill"]:
+        rungs[rung] = list(rungs.values())[-1] + 0.01 * torch.randn(rollouts.tokens, generator=random)
+    rungs["decode"] = rollouts.sampler_logprobs
+    twice = [rungs["prefill"] + 0.01, rungs["prefill"]] if spec.endswith("int8") else None
+    differs_N = torch.arange(rollouts.tokens) % 50 == 0
+    return Measured(spec, split_gap(spec, rollouts, rungs, rungs["prefill"], differs_N, twice), rollouts)
+
+
+class HostileTokenizer:
+    def decode(self, ids) -> str:
+        return "".join(HOSTILE[token] for token in ids)
+
+
+def write_ladders(path: Path, specs=("vllm:int8", "vllm:bf16")) -> list[Measured]:
+    found = [measured(spec, seed) for seed, spec in enumerate(specs)]
+    write_measured(measured_json("models/<x>", "sums", found, HostileTokenizer()), found, path)
+    return found
+
+
+def test_a_measured_ladder_is_drawn_with_its_parts_its_nulls_and_its_tokens(tmp_path):
+    found = write_ladders(tmp_path / "measured.json")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "measured-vllm-bf16.parquet",
+        "measured-vllm-int8.parquet",
+        "measured.json",
+    ]
+    page = read(write_report(tmp_path / "measured.json"))
+    for one in found:
+        assert f"{one.spec} against the bf16 learner" in page.text and f"The gap: {one.spec}" in page.text
+        for step in one.ladder.steps:
+            assert f"{step.share:.1%}" in page.text and f"{step.share_low:.1%} to {step.share_high:.1%}" in page.text
+    int8, _, bf16 = page.text.partition("vllm:bf16 against")
+    assert "null of kernels" in int8 and "null of kernels" not in bf16
+    assert "Growth with position" in page.text and "models/<x> on sums" in page.text
+    assert "rate another token highest at 2.0%" in page.text
+
+
+def test_a_ladder_is_found_beside_its_rollouts_and_in_a_run(tmp_path):
+    write_ladders(tmp_path / "one.parquet", ["vllm:int8"])
+    assert {file.name for file in tmp_path.iterdir()} == {"one.parquet", "one.json"}
+    assert "Where it comes from" in read(write_report(tmp_path / "one.parquet")).text
+    run = write_run(tmp_path / "run")
+    assert "Where it comes from" not in read(write_report(run)).text
+    write_ladders(run, ["vllm:int8"])
+    assert (run / "measure.json").exists()
+    text = read(write_report(run)).text
+    assert "Where it comes from" in text and "12 steps" in text and "6,144 responses" not in text
+
+
+def test_a_ladder_without_its_rollouts_is_still_shown(tmp_path):
+    write_ladders(tmp_path / "one.json", ["vllm:int8"])
+    (tmp_path / "one.parquet").unlink()
+    text = read(write_report(tmp_path / "one.json")).text
+    assert "No verdict on health" in text and "Parts of the gap" in text
+
+
+def test_a_ladder_of_another_release_is_refused_by_name(tmp_path):
+    write_ladders(tmp_path / "one.json", ["vllm:int8"])
+    text = (tmp_path / "one.json").read_text().replace('"schema": 1', '"schema": 9', 1)
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(ValueError, match="schema 9; this trueup reads 1"):
+        write_report(tmp_path / "one.json")
+
+
+def test_every_cause_has_words():
+    assert all(said(cause) != cause for cause in CAUSES)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -378,19 +578,72 @@ def run_page(tmp_path_factory):
     return write_report(write_run(tmp_path_factory.mktemp("report") / "run"))
 
 
+@pytest.fixture(scope="module")
+def ladder_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ladder")
+    write_ladders(folder / "measured.json")
+    return write_report(folder / "measured.json", tokenizer=write_tokenizer(folder / "tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def faulty_page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faulty")
+    rollouts = dump(200, engine="vllm:int8")
+    rollouts.sampler_logprobs[::40] = 1.0
+    rollouts.sampler_logprobs[1::40] = math.nan
+    rollouts.loss_mask[2::40] = False
+    rollouts.to_parquet(folder / "faulty.parquet")
+    return write_report(folder / "faulty.parquet", tokenizer=write_tokenizer(folder / "tokenizer"))
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_the_window_in_both_themes(browser, run_page, width, scheme, tmp_path):
-    """Screenshots go to TRUEUP_ARTEFACTS if set, to be looked at."""
-    folder = Path(os.environ.get("TRUEUP_ARTEFACTS", tmp_path))
+@pytest.mark.parametrize("name", ["run", "ladder", "faulty"])
+def test_it_fits_the_window_in_both_themes(browser, request, name, width, scheme):
+    """Screenshots go to build/screenshots (or TRUEUP_ARTEFACTS), to be looked at."""
+    folder = Path(os.environ.get("TRUEUP_ARTEFACTS", Path(__file__).parent.parent / "build" / "screenshots"))
     folder.mkdir(parents=True, exist_ok=True)
-    browser.open(run_page, width, scheme)
+    page = request.getfixturevalue(f"{name}_page")
+    browser.open(page, width, scheme)
     assert browser.errors() == []
-    assert browser.requests() == [run_page.as_uri()]
+    assert browser.requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-    assert browser.screenshot(folder / f"report-{width}-{scheme}.png").stat().st_size > 20_000
+    assert browser.screenshot(folder / f"{name}-{width}-{scheme}.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("name", ["run", "ladder", "faulty"])
+def test_the_browser_has_nothing_to_mend(browser, request, name):
+    """Wrong nesting makes a browser move or close elements: its tree would not be what the file says."""
+    page = request.getfixturevalue(f"{name}_page")
+    browser.open(page)
+    tree = browser.evaluate("[...document.querySelectorAll('*')].map(e => e.localName)")
+    added = browser.evaluate("document.querySelectorAll('path.guide').length")
+    written = [tag for tag, _ in read(page).tags]
+    assert sorted(tree) == sorted(written + ["path"] * added)
+    ids = browser.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    unnamed = (
+        "[...document.querySelectorAll('svg:not([aria-hidden])')].filter(e => !e.getAttribute('aria-label')).length"
+    )
+    assert browser.evaluate(unnamed) == 0
+    levels = browser.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(e => +e.localName[1])")
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in zip(levels, levels[1:]))
+
+
+def test_every_chart_has_its_numbers_in_a_table(browser, run_page):
+    browser.open(run_page)
+    charts = browser.evaluate(
+        "[...document.querySelectorAll('svg.plot[data-x]')].map(plot => [plot.dataset.x.split(' ').length, "
+        "plot.parentNode.querySelectorAll('tbody tr').length])"
+    )
+    assert len(charts) > 10 and all(reached == rows for reached, rows in charts)
+    figure = "document.querySelector('figure')"
+    assert not browser.evaluate(f"{figure}.querySelector('tbody').checkVisibility({{contentVisibilityAuto: true}})")
+    browser.evaluate(f"{figure}.querySelector('summary').focus()")
+    browser.evaluate(f"{figure}.querySelector('summary').click()")
+    assert browser.evaluate(f"[...{figure}.querySelectorAll('tbody tr')].at(-1).innerText").split() == ["12", "0.6"]
 
 
 def test_markup_shows_as_text_in_the_browser(browser, run_page):

@@ -102,15 +102,42 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--samples", type=int, default=2, help="responses a problem (default: 2)")
     measure.add_argument("--max-tokens", type=int, default=128, help="longest response, tokens (default: 128)")
     measure.add_argument("--seed", type=int, default=0)
-    measure.add_argument("--out", metavar="FILE", help="also write the scored rollouts as parquet")
+    measure.add_argument(
+        "--out", metavar="NAME", help="write NAME.json, for trueup report, and the scored rollouts beside it as parquet"
+    )
+
+    from trueup.evaluate import command  # light: it imports nothing until it runs
+
+    evaluate = _verb(
+        verbs, _eval, "eval", "ask several engines the same prompts and compare them as pairs", command.EXAMPLE
+    )
+    command.add_options(evaluate)
+
+    study = _verb(
+        verbs,
+        _study,
+        "study",
+        "run a grid of trainings and write one page about what it shows",
+        "trueup study configs/studies/quick.yaml --out runs/quick",
+    )
+    study.add_argument("study", metavar="STUDY", help="YAML file, see docs/study.md")
+    study.add_argument("--out", metavar="DIR", help="the study's folder (default: runs/studies/NAME); continues it")
+    study.add_argument("--only", metavar="ARM", help="run this arm alone")
+    study.add_argument("--cores", type=int, help="runs go side by side on so many (default: the study's, or all)")
+    study.add_argument("--page-only", action="store_true", help="run nothing; write the page from what is there")
 
     report = _verb(
-        verbs, _report, "report", "write one HTML page about a run or a rollout dump", "trueup report runs/first"
+        verbs, _report, "report", "write one HTML page about a run, a dump or a ladder", "trueup report runs/first"
     )
-    report.add_argument("path", nargs="+", metavar="PATH", help="a run directory, or rollout parquet files")
     report.add_argument(
-        "--out", metavar="FILE", help="default: report.html in the run, <dump>-report.html beside a dump"
+        "path", nargs="+", metavar="PATH", help="a run directory; files as for explain; or the JSON of trueup measure"
     )
+    report.add_argument(
+        "--out",
+        metavar="FILE",
+        help="default: report.html in the run, <dump>-report.html beside a dump, else in the current directory",
+    )
+    report.add_argument("--columns", help="OURS=THEIRS,... or a format, as for explain")
     report.add_argument("--tokenizer", metavar="DIR", help="for the text of tokens (default: the run's checkpoint)")
 
     mini = _verb(verbs, _mini, "mini", "make the mini model that ships with trueup", "trueup mini models/mini --seed 1")
@@ -155,7 +182,9 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(summary))
     else:
-        _print_summary(summary)
+        from trueup.console import print_summary
+
+        print_summary(summary)
     return 0
 
 
@@ -167,37 +196,13 @@ def _free_folder(path: Path) -> Path:
     return candidate
 
 
-def _print_summary(summary: dict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    last = summary["last"] or {}
-    percent = lambda value: "-" if value is None else f"{value:.1%}"  # noqa: E731
-    table = Table(show_header=False)
-    rows = {
-        "held-out greedy accuracy before": percent(summary["accuracy_before"]),
-        "held-out greedy accuracy after": percent(summary["accuracy_after"]),
-        "tokens/s": f"{last.get('throughput/tokens_per_second', 0):,.0f}",
-        "KL(sampler, learner)": f"{last.get('mismatch/kl_k3', float('nan')):.2e}",
-        "ESS per token": f"{last.get('mismatch/ess_token', float('nan')):.4f}",
-        "ESS per response": f"{last.get('mismatch/ess_sequence', float('nan')):.4f}",
-    }
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console = Console(highlight=False)
-    console.print(f"\n{summary['run']}: {summary['steps']} steps on {summary['sampler']} rollouts", soft_wrap=True)
-    console.print(table)
-
-
 def _explain(arguments: argparse.Namespace) -> int:
     from trueup.explain.gates import failed_gates, parse_gate
     from trueup.explain.text import print_verdict, progress_bar
     from trueup.explain.verdict import explain
 
     gates = [parse_gate(text) for text in arguments.gate]
-    with progress_bar() as progress:
+    with progress_bar(arguments.dumps) as progress:
         verdict = explain(arguments.dumps, arguments.columns, arguments.tokenizer, progress)
     if arguments.json:
         print(json.dumps(verdict))
@@ -212,7 +217,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from trueup.explain.live import measure_model, print_ladders, write_dump
+    from trueup.explain.live import measure_model, measured_json, print_ladders, write_measured
     from trueup.learner.model import load_tokenizer
 
     measured = measure_model(
@@ -226,21 +231,41 @@ def _measure(arguments: argparse.Namespace) -> int:
         say=lambda text: print(text, file=sys.stderr),
     )
     tokenizer = load_tokenizer(arguments.model)
+    found = measured_json(arguments.model, arguments.task, measured, tokenizer)
     if arguments.out:
-        write_dump(measured, arguments.out)
+        written = write_measured(found, measured, arguments.out)
+        print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
     if arguments.json:
-        ladders = [found.to_json(tokenizer) for found in measured]
-        print(json.dumps({"schema": 1, "model": arguments.model, "samplers": ladders}))
+        print(json.dumps(found))
     else:
         print_ladders(measured, tokenizer, Console(highlight=False))
     return 0
 
 
+def _eval(arguments: argparse.Namespace) -> int:
+    from trueup.evaluate.command import evaluate_command
+
+    return evaluate_command(arguments)
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    from trueup.study import study
+
+    results = study(arguments.study, arguments.out, arguments.only, arguments.cores, arguments.page_only)
+    print(json.dumps(results) if arguments.json else f"wrote {results['out']}/index.html, README.md and study.json")
+    if results["stopped_by"]:
+        return 130
+    return int(results["failed"] > 0)
+
+
 def _report(arguments: argparse.Namespace) -> int:
+    from trueup.explain.text import progress_bar
     from trueup.report import write_report
 
     path = arguments.path[0] if len(arguments.path) == 1 else arguments.path
-    page = write_report(path, arguments.out, arguments.tokenizer)
+    say = lambda text: print(f"trueup: {text}", file=sys.stderr)  # noqa: E731
+    with progress_bar(arguments.path, passes=2) as progress:
+        page = write_report(path, arguments.out, arguments.tokenizer, arguments.columns, progress, say)
     print(json.dumps({"report": str(page)}) if arguments.json else f"wrote {page}")
     return 0
 

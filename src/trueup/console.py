@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 def step_line(metrics: dict) -> str:
@@ -63,3 +64,25 @@ class RunConsole:
     def stop(self) -> None:
         if self._progress:
             self._progress.stop()
+
+
+def print_summary(summary: dict) -> None:
+    """What a run has come to, as a table on standard output."""
+    last = summary["last"] or {}
+    percent = lambda value: "-" if value is None else f"{value:.1%}"  # noqa: E731
+    table = Table(show_header=False)
+    rows = {
+        "held-out greedy accuracy before": percent(summary["accuracy_before"]),
+        "held-out greedy accuracy after": percent(summary["accuracy_after"]),
+        "tokens/s": f"{last.get('throughput/tokens_per_second', 0):,.0f}",
+        "KL(sampler, learner)": f"{last.get('mismatch/kl_k3', float('nan')):.2e}",
+        "ESS per token": f"{last.get('mismatch/ess_token', float('nan')):.4f}",
+        "ESS per response": f"{last.get('mismatch/ess_sequence', float('nan')):.4f}",
+    }
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    console.print(f"\n{summary['run']}: {summary['steps']} steps on {summary['sampler']} rollouts", soft_wrap=True)
+    console.print(table)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trueup.explain.dump import expand
 from trueup.explain.finding import FLOORS
 
 
@@ -55,16 +56,21 @@ def _number(value: float | None) -> str:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int], None] | None]:
-    """Tokens read, on standard error of a terminal, once the dump turns out to take more than a second."""
+def progress_bar(paths: Sequence[str] = (), passes: int = 1) -> Iterator[Callable[[int], None] | None]:
+    """Tokens read, on standard error of a terminal, once the dump turns out to take more than a second.
+
+    paths: what is read, `passes` times; how many tokens that are is looked up in parquet files, and not known of others.
+    """
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
+    total = passes * tokens_in(paths) or None
+    shown = (BarColumn(), TimeRemainingColumn()) if total else (SpinnerColumn(), TimeElapsedColumn())
+    columns = (*shown, TextColumn("{task.completed:,.0f} tokens"))
     progress, started = Progress(*columns, console=Console(stderr=True), transient=True), time.monotonic()
-    task = progress.add_task("reading")
+    task = progress.add_task("reading", total=total)
 
     def advance(tokens: int) -> None:
         progress.advance(task, tokens)
@@ -75,3 +81,20 @@ def progress_bar() -> Iterator[Callable[[int], None] | None]:
         yield advance
     finally:
         progress.stop()
+
+
+def tokens_in(paths: Sequence[str]) -> int:
+    """Tokens in the parquet files among these files, folders and globs, by their footers; 0 where that is not known."""
+    import pyarrow.parquet as pq
+
+    try:
+        footers = [pq.read_metadata(file) for file in expand(list(paths)) if file.suffix == ".parquet"]
+    except (OSError, ValueError):  # whoever reads them says what is wrong
+        return 0
+    return sum(_longest_list(footer, group) for footer in footers for group in range(footer.num_row_groups))
+
+
+def _longest_list(footer, group: int) -> int:
+    columns = (footer.row_group(group).column(index) for index in range(footer.num_columns))
+    lists = [column for column in columns if "." in column.path_in_schema and "prompt" not in column.path_in_schema]
+    return max((column.num_values for column in lists), default=0)

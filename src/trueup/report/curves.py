@@ -49,8 +49,8 @@ def _chart(rows, title, y_label, series, kind="linear", percent=False, include=N
         plot.line(index, steps, values[name], label, markers=sparse)
     show = _PERCENT if percent else number
     for index, step in enumerate(steps):
-        said = [f"{label} {show(values[name][index])}" for name, label in present if values[name][index] is not None]
-        plot.tip(step, f"step {step} \u00b7 " + " \u00b7 ".join(said))
+        said = {label: show(values[name][index]) for name, label in present if values[name][index] is not None}
+        plot.point(step, step=str(step), **said)
     return plot.figure()
 
 
@@ -68,7 +68,8 @@ def _ratio(rows: list[dict]) -> str:
     plot.line(0, steps, mean, "mean and its 95% interval")
     for step, *values in zip(steps, mean, low, high):
         if values[0] is not None:
-            plot.tip(step, "step {} \u00b7 {} [{}, {}]".format(step, *(f"{value:.5f}" for value in values)))
+            said = ["-" if value is None else f"{value:.5f}" for value in values]
+            plot.point(step, step=str(step), **{"E[rho]": said[0], "95% interval": f"{said[1]} to {said[2]}"})
     return plot.figure()
 
 

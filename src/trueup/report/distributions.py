@@ -48,7 +48,7 @@ def _distribution(histogram: Histogram, level: str, correction: Correction | Non
         plot.upright(value, label)
     for low, high, count in zip(edges, edges[1:], counts):
         if count:
-            plot.tip((low + high) / 2, f"{low:.3g} to {high:.3g} \u00b7 {count:,} {counted}")
+            plot.point((low + high) / 2, **{"log rho": f"{low:.3g} to {high:.3g}", counted: f"{count:,}"})
     notes = [f"{number_of:,} below this range" for number_of in [below] if number_of]
     notes += [f"{number_of:,} above this range" for number_of in [above] if number_of]
     said = f"{histogram.total:,} {counted}" + (f"; {' and '.join(notes)}" if notes else "")
@@ -124,7 +124,7 @@ def _by_step(steps: list[int], binned: Binned, title: str, y_label: str, one: bo
     plot.band(0, steps, mean - half, mean + half)
     plot.line(0, steps, mean, markers=len(steps) <= 30)
     for step, value, width, tokens in zip(steps, mean, half, binned.tokens):
-        plot.tip(step, f"step {step} \u00b7 {_interval(value, width)} \u00b7 {int(tokens):,} tokens")
+        plot.point(step, step=str(step), **_cells(value, width, tokens))
     return plot.figure()
 
 
@@ -140,12 +140,12 @@ def _by_probability(binned: Binned) -> str:
         "sampler's probability of the token (logit)",
         "mean |pi - mu|",
     )
-    shown = binned.tokens > 0
-    plot.line(0, probability[shown], mean[shown])
+    joined = binned.responses > 1  # single responses stand alone: a line to them would say more than is known
+    plot.line(0, probability[joined], mean[joined])
     plot.intervals(0, probability, mean, half)
     for at, value, width, tokens in zip(probability, mean, half, binned.tokens):
         if tokens:
-            plot.tip(at, f"mu near {at:.3g} \u00b7 {_interval(value, width)} \u00b7 {int(tokens):,} tokens")
+            plot.point(at, **{"mu near": f"{at:.3g}"}, **_cells(value, width, tokens))
     return plot.figure("Hollow: one response only, no interval." if (binned.responses == 1).any() else "")
 
 
@@ -167,12 +167,13 @@ def _by_position(binned: Binned, title: str, x_label: str, y_label: str, one: bo
     plot = Plot(title, x, y, x_label, y_label)
     if one:
         plot.level(1, "1")
-    plot.line(0, centres[shown], mean[shown])
+    joined = binned.responses > 1
+    plot.line(0, centres[joined], mean[joined])
     plot.intervals(0, centres, mean, half)
     for low, end, at, value, width, tokens in zip(POSITIONS, ends, centres, mean, half, binned.tokens):
         if tokens:
             where = f"{low:,}" if end - low == 1 else f"{low:,} to {end - 1:,}"
-            plot.tip(at, f"{where} \u00b7 {_interval(value, width)} \u00b7 {int(tokens):,} tokens")
+            plot.point(at, **{"tokens" if "length" in title else "position": where}, **_cells(value, width, tokens))
     return plot.figure(caption)
 
 
@@ -183,5 +184,6 @@ def _roof(mean: np.ndarray, half: np.ndarray) -> Scale:
     return Scale(0, float(max(ends, default=1.0)) * 1.08 or 1.0)
 
 
-def _interval(mean: float, half: float) -> str:
-    return f"{number(mean)} \u00b1 {number(half)}" if math.isfinite(half) else number(mean)
+def _cells(mean: float, half: float, tokens: float) -> dict[str, str]:
+    interval = f"{number(mean - half)} to {number(mean + half)}" if math.isfinite(half) else "not known"
+    return {"mean": number(mean), "95% interval": interval, "tokens measured": f"{int(tokens):,}"}

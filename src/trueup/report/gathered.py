@@ -1,22 +1,16 @@
-"""Everything the page shows of rollouts, gathered in one pass over the files, a batch of responses at a time."""
+"""Everything the page shows of rollouts, gathered in one pass, a batch of responses at a time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 
-from trueup.arrow import from_arrow
 from trueup.report.binned import POSITIONS, PROBABILITY_LOGITS, Binned, BySteps
 from trueup.report.histogram import Histogram
 from trueup.report.worst import Worst
 from trueup.rollouts import Rollouts
 
-_BATCH_ROWS = 1024
 _LOG_LIMIT = 300.0  # as in `mismatch.measure`: beyond any real ratio, and sums of squares stay finite
 _WORST = 6
 
@@ -51,12 +45,6 @@ class Gathered:
     @property
     def tokens(self) -> int:
         return int(self.ratio.tokens[0])
-
-    def read(self, files: list[Path]) -> Gathered:
-        for path in files:
-            for first_row, rollouts in _batches(path):
-                self.add(rollouts, path.name, first_row)
-        return self
 
     def add(self, rollouts: Rollouts, place: str = "rollouts", first_row: int = 0) -> None:
         """One batch of whole responses."""
@@ -162,16 +150,3 @@ class Gathered:
 def _log_sum(values: np.ndarray) -> float:
     largest = values.max()
     return float(largest + np.log(np.exp(values - largest).sum()))
-
-
-def _batches(path: Path) -> Iterator[tuple[int, Rollouts]]:
-    """(row of the first response, responses); a file that is no parquet raises ValueError."""
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from None
-    with file:
-        row = 0
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-            yield row, from_arrow(pa.Table.from_batches([batch]), source=str(path))
-            row += batch.num_rows

@@ -5,19 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from datetime import date
+from collections import Counter
+from dataclasses import dataclass
 
-import trueup
 from trueup.report.curves import curves
 from trueup.report.distributions import gap_charts, ratio_distributions, step_charts
 from trueup.report.gathered import Gathered
+from trueup.report.ladder import ladder_section
+from trueup.report.opening import header, verdict_box
 from trueup.report.responses import largest_tokens, legend, response_block
 from trueup.report.scale import number
 from trueup.report.script import SCRIPT
 from trueup.report.source import Source
 from trueup.report.style import CSS
 from trueup.report.tokentext import TokenText, visible
-from trueup.report.verdict import Verdict
+from trueup.report.verdict import Verdict, ratio_words
 
 _MEANING = {
     "rho_mean": ("E[rho]", "1, whatever the noise"),
@@ -33,20 +35,34 @@ _MEANING = {
     "missing_fraction": ("tokens without a log-prob", "0"),
     "tokens": ("tokens measured", ""),
 }
-_SIGNS = {"ok": "\u2713 ok", "look": "! look", "fault": "\u2715 fault"}
 
 
-def page(source: Source, gathered: Gathered, judged: Verdict) -> str:
+@dataclass
+class Part:
+    """Rollouts that are judged together."""
+
+    name: str
+    """Empty where there is one part only."""
+    gathered: Gathered
+    judged: Verdict
+
+
+def page(source: Source, parts: list[Part]) -> str:
     """The whole HTML document."""
+    ladders = ladder_section(source.measured)
+    verdicts = [verdict_box(part.name, part.judged, source) for part in parts]
+    named = len(parts) > 1
     body = "".join(
         [
-            _header(source, gathered),
-            _verdict(judged, source),
+            header(source, [part.gathered for part in parts]),
+            *(verdicts or [verdict_box("", _of_ladders_only(source), source)]),
             _curves(source),
-            _gap(source, gathered),
-            _responses(source, gathered),
-            _numbers(gathered),
-            _configuration(source, gathered),
+            "" if source.run else ladders,
+            *(_gap(source, part.gathered, part.name if named else "") for part in parts),
+            ladders if source.run else "",
+            *(_responses(source, part.gathered, part.name if named else "") for part in parts),
+            *(_numbers(part.gathered, part.name if named else "") for part in parts),
+            _configuration(source, [part.gathered for part in parts]),
         ]
     )
     # Only these two texts may act, whatever model output or a configuration may hold.
@@ -65,47 +81,12 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _header(source: Source, gathered: Gathered) -> str:
-    engines = sorted({setting[0] for setting in gathered.settings} - {""}) or [source.engine]
-    steps = len(source.metrics) or len(gathered.steps)
-    facts = [
-        ", ".join(engines),
-        f"{steps:,} step{'s' if steps != 1 else ''}" if steps else "",
-        f"{gathered.responses:,} responses" if gathered.responses else "",
-        f"{gathered.tokens:,} tokens measured" if gathered.tokens else "",
-        f"trueup {trueup.__version__}, {date.today().isoformat()}",
-    ]
-    said = " \u00b7 ".join(html.escape(fact) for fact in facts if fact)
-    return (
-        f'<header><div><p class="eyebrow">trueup report</p><h1>{visible(source.title)}</h1><p class="sub">{said}</p></div>'
-        '<button id="theme" type="button" hidden>Theme</button></header>'
-    )
+def _of_ladders_only(source: Source) -> Verdict:
+    return Verdict(None, "No verdict on health: the rollouts of this ladder are not beside it. Its parts are below.")
 
 
-def _verdict(judged: Verdict, source: Source) -> str:
-    levels = {finding.level for finding in judged.findings}
-    css = "" if judged.healthy is None else next((level for level in ("fault", "look") if level in levels), "ok")
-    items = "".join(
-        f'<li><span class="badge {item.level}">{_SIGNS[item.level]}</span><b>{html.escape(item.what)}</b>'
-        f"<span>{html.escape(item.text)}</span></li>"
-        for item in judged.findings
-    )
-    learned = _learned(source.metrics)
-    return (
-        f'<section class="verdict {css}" aria-label="Verdict"><p class="headline">{html.escape(judged.headline)}</p><ul>{items}</ul>'
-        + (f'<p class="small">{html.escape(learned)}</p>' if learned else "")
-        + "</section>"
-    )
-
-
-def _learned(metrics: list[dict]) -> str:
-    said = []
-    for name, what in (("reward/mean", "mean reward"), ("eval/accuracy", "held-out accuracy")):
-        found = [(row["step"], row[name]) for row in metrics if isinstance(row.get(name), (int, float))]
-        if len(found) > 1:
-            (first, before), (last, after) = found[0], found[-1]
-            said.append(f"{what} {before:.3f} at step {first}, {after:.3f} at step {last}")
-    return f"Training: {'; '.join(said)}." if said else ""
+def _heading(text: str, name: str) -> str:
+    return f"<h2>{text}{': ' + html.escape(name) if name else ''}</h2>"
 
 
 def _curves(source: Source) -> str:
@@ -116,20 +97,21 @@ def _curves(source: Source) -> str:
     return f'<h2>Over the steps</h2><div class="figures">{"".join(curves(source.metrics))}</div>'
 
 
-def _gap(source: Source, gathered: Gathered) -> str:
+def _gap(source: Source, gathered: Gathered, name: str) -> str:
     if not gathered.tokens:
         why = "no rollouts have been written" if not gathered.responses else "no token has both log-probs"
-        return f"<h2>The gap</h2><p>Nothing to show: {why}.</p>"
+        return f"{_heading('The gap', name)}<p>Nothing to show: {why}.</p>"
     figures = ratio_distributions(gathered, source.correction) + gap_charts(gathered)
     figures += [] if source.metrics else step_charts(gathered)
     return (
-        "<h2>The gap</h2><p>mu is the sampler's probability of a sampled token, pi the learner's at the weights that were "
-        "delivered, rho = pi / mu. Raw ratios, before any correction. Bars and bands are 95% intervals over responses.</p>"
+        f"{_heading('The gap', name)}<p>mu is the sampler's probability of a sampled token, pi the learner's at the weights that "
+        "were delivered, and rho = pi / mu: 1, or log rho 0, where they agree. Raw ratios, before any correction. Whiskers and "
+        "bands are 95% intervals over responses.</p>"
         f'<div class="figures">{"".join(figures)}</div>'
     )
 
 
-def _responses(source: Source, gathered: Gathered) -> str:
+def _responses(source: Source, gathered: Gathered, name: str) -> str:
     by_token, by_sum = gathered.worst_by_token.responses(), gathered.worst_by_sum.responses()
     if not by_token:
         return ""
@@ -141,32 +123,36 @@ def _responses(source: Source, gathered: Gathered) -> str:
     more = "".join(response_block(item, text, rank, False) for rank, item in enumerate(others, len(by_sum) + 1))
     more = f"<h3>And those with the largest single tokens</h3>{more}" if more else ""
     return (
-        f"<h2>The worst responses</h2>{note}<h3>Largest single tokens</h3>{largest_tokens(by_token, text)}"
+        f"{_heading('The worst responses', name)}{note}<h3>Largest single tokens</h3>{largest_tokens(by_token, text)}"
         f"<h3>Responses with the largest sum of |log rho|</h3>{legend()}{blocks}{more}"
     )
 
 
-def _numbers(gathered: Gathered) -> str:
+def _numbers(gathered: Gathered, name: str) -> str:
     if not gathered.chosen_tokens:
         return ""
     stats = gathered.stats()
     rows = []
-    for name, (what, healthy) in _MEANING.items():
-        value = stats.get(f"mismatch/{name}")
+    for statistic, (what, healthy) in _MEANING.items():
+        value = stats.get(f"mismatch/{statistic}")
         if value is None:
             continue
-        shown = f"{value:,.0f}" if name == "tokens" else number(value)
-        if name == "rho_mean":
+        shown = f"{value:,.0f}" if statistic == "tokens" else number(value)
+        if statistic == "rho_mean":
             low, high = stats["mismatch/rho_mean_low"], stats["mismatch/rho_mean_high"]
-            shown = f"{value:.5f} [{_datum('rho_mean_low', low, f'{low:.5f}')}, {_datum('rho_mean_high', high, f'{high:.5f}')}]"
+            words = ratio_words(value, low, high)
+            shown = f"{words[0]} [{_datum('rho_mean_low', low, words[1])}, {_datum('rho_mean_high', high, words[2])}]"
         rows.append(
-            f'<tr><td>{what}</td><td class="number">{_datum(name, value, shown)}</td>'
-            f"<td>{healthy}</td><td><code>mismatch/{name}</code></td></tr>"
+            f'<tr><td>{what}</td><td class="number">{_datum(statistic, value, shown)}</td>'
+            f"<td>{healthy}</td><td><code>mismatch/{statistic}</code></td></tr>"
         )
     head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("statistic", "value", "healthy", "name in metrics.jsonl")
+        f'<th scope="col">{word}</th>' for word in ("statistic", "value", "healthy", "name in metrics.jsonl")
     )
-    return f'<h2>The numbers</h2><div class="wide"><table class="stats"><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return (
+        f'{_heading("The numbers", name)}<div class="wide" tabindex="0"><table class="stats"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
 
 
 def _datum(name: str, value: float, shown: str) -> str:
@@ -174,14 +160,19 @@ def _datum(name: str, value: float, shown: str) -> str:
     return f'<data data-name="mismatch/{name}" value="{value!r}">{shown}</data>'
 
 
-def _configuration(source: Source, gathered: Gathered) -> str:
+def _configuration(source: Source, gathered: list[Gathered]) -> str:
     rows = []
-    for (engine, temperature, top_p, top_k, min_p), count in gathered.settings.most_common(12):
+    settings = sum((one.settings for one in gathered), Counter())
+    for (engine, temperature, top_p, top_k, min_p), count in settings.most_common(12):
         cells = (engine or "not named", f"{temperature:.4g}", f"{top_p:.4g}", f"{top_k}", f"{min_p:.4g}", f"{count:,}")
         rows.append("<tr>" + "".join(f'<td class="number">{html.escape(cell)}</td>' for cell in cells) + "</tr>")
     heads = ("engine", "temperature", "top_p", "top_k", "min_p", "responses")
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
-    sampling = f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>' if rows else ""
+    sampling = (
+        f'<div class="wide" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        if rows
+        else ""
+    )
     config = (
         f'<h3>config.yaml</h3><pre class="columns">{visible(source.config_text).replace(chr(0x21B5), "")}</pre>'
         if source.config_text

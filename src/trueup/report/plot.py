@@ -1,4 +1,5 @@
-"""One small SVG chart: axes, lines, bands, points, bars, limits, and what is said when a value is pointed at.
+"""One small SVG chart: axes, lines, bands, points, bars, limits, and its numbers as a table, which is also what is said
+when a value is pointed at.
 
 Colours are classes `s0`, `s1`, ... of the style sheet, so that a chart follows the page into dark mode; every series has
 a dash pattern and a marker of its own as well, for eyes and printers that do not tell the colours apart.
@@ -7,7 +8,6 @@ a dash pattern and a marker of its own as well, for eyes and printers that do no
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from trueup.report.scale import Scale
 
 WIDTH, HEIGHT = 380, 236
 _RIGHT, _TOP, _BOTTOM = 12, 26, 42
-_MARKERS = ("circle", "square", "triangle")
+_MARKERS = ("circle", "square", "triangle", "diamond")
 
 
 class Plot:
@@ -25,7 +25,7 @@ class Plot:
         self._edge = max(36, 14 + round(6.7 * max((len(text) for _, text in y.ticks()), default=0)))
         self._parts: list[str] = []
         self._legend: list[str] = []
-        self._tips: list[tuple[float, str]] = []
+        self._points: list[tuple[float, dict[str, str]]] = []
 
     def left(self, value: float) -> float:
         return round(self._edge + self.x.at(value) * (WIDTH - self._edge - _RIGHT), 1)
@@ -37,6 +37,8 @@ class Plot:
         """A value that is None or NaN breaks the line, unless it has markers: those values are rare by nature."""
         points = [(self.left(x), self.top(y)) if _drawable(self.y, y) else None for x, y in zip(xs, ys)]
         known = [point for point in points if point]
+        if not known:
+            return
         pen = ""
         for point in known if markers else points:
             pen += ("M" if not pen or pen[-1] == " " else "L") + f"{point[0]:g},{point[1]:g}" if point else " "
@@ -97,20 +99,22 @@ class Plot:
             f'<span><svg class="key" viewBox="0 0 26 12" aria-hidden="true">{sign}</svg>{html.escape(name)}</span>'
         )
 
-    def tip(self, x: float, text: str) -> None:
-        """What is said when the chart is pointed at near `x`."""
-        self._tips.append((self.left(x), text))
+    def point(self, x: float, **cells: str) -> None:
+        """A row of the table behind the chart, shown when the chart is pointed at near `x`; names are column heads."""
+        self._points.append((self.left(x), cells))
 
     def figure(self, caption: str = "") -> str:
-        tips = html.escape(json.dumps(self._tips, ensure_ascii=False, separators=(",", ":")), quote=True)
         legend = f'<div class="legend">{"".join(self._legend)}</div>' if self._legend else ""
         caption = f"<p>{html.escape(caption)}</p>" if caption else ""
         title = html.escape(self.title)
+        reached = " ".join(f"{x:g}" for x, _ in self._points)
+        label = f"Chart: {title}. {html.escape(self.y_label)} against {html.escape(self.x_label)}"
+        keys = ". Arrow keys step through the values; the table below holds them all" if self._points else ""
         return (
             f"<figure><figcaption><h3>{title}</h3>{legend}</figcaption>"
-            f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{title}: '
-            f'{html.escape(self.y_label)} against {html.escape(self.x_label)}" data-tips="{tips}">'
-            f"{self._axes()}{''.join(self._parts)}</svg>{caption}</figure>"
+            f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" aria-label="{label}{keys}" '
+            f'data-x="{reached}">{self._axes()}{"".join(self._parts)}</svg>{caption}'
+            f"{numbers_table([cells for _, cells in self._points])}</figure>"
         )
 
     def _axes(self) -> str:
@@ -133,6 +137,22 @@ class Plot:
         return "".join(parts)
 
 
+def numbers_table(rows: list[dict[str, str]]) -> str:
+    """What a chart shows, as a table that is folded away; a value that a row lacks is empty."""
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in names)
+    lines = []
+    for row in rows:
+        first, *others = (html.escape(row.get(name, "")) for name in names)
+        lines.append(f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>")
+    return (
+        f'<details class="values"><summary>Numbers</summary><div class="wide" tabindex="0"><table><thead><tr>{head}</tr>'
+        f"</thead><tbody>{''.join(lines)}</tbody></table></div></details>"
+    )
+
+
 def marker(series: int, x: float, y: float, hollow: bool = False) -> str:
     css = f"marker s{series}" + (" hollow" if hollow else "")
     shape = _MARKERS[series % len(_MARKERS)]
@@ -140,6 +160,8 @@ def marker(series: int, x: float, y: float, hollow: bool = False) -> str:
         return f'<circle class="{css}" cx="{x:g}" cy="{y:g}" r="3.2"/>'
     if shape == "square":
         return f'<rect class="{css}" x="{x - 3:g}" y="{y - 3:g}" width="6" height="6"/>'
+    if shape == "diamond":
+        return f'<path class="{css}" d="M{x:g},{y - 4:g}l4,4l-4,4l-4,-4z"/>'
     return f'<path class="{css}" d="M{x - 4:g},{y + 3:g}h8l-4,-7z"/>'
 
 

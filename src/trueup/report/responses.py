@@ -44,7 +44,7 @@ def largest_tokens(responses: list[Response], text: TokenText) -> str:
     head = "".join(
         f'<th scope="col">{name}</th>' for name in ("token in its text", "log rho", "log pi", "log mu", "position")
     )
-    return f'<div class="wide"><table class="peaks"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f'<div class="wide" tabindex="0"><table class="peaks"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
 def response_block(response: Response, text: TokenText, rank: int, opened: bool) -> str:
@@ -71,11 +71,11 @@ def response_block(response: Response, text: TokenText, rank: int, opened: bool)
     prompt_ids = response.prompt_ids[-_PROMPT:]
     prompt = "".join(visible(text(token)) for token in prompt_ids)
     cut = _left_out(len(response.prompt_ids) - len(prompt_ids), "before")
+    asked = f'<h4>Prompt</h4><div class="prompt">{cut}<bdi>{prompt}</bdi></div>' if prompt_ids else ""
     return (
         f'<details class="response"{" open" if opened else ""}><summary><span class="rank">{rank}</span>'
         f"<span>{listed}</span></summary>"
-        f'<h4>Prompt</h4><div class="prompt">{cut}<bdi>{prompt}</bdi></div>'
-        f'<h4>Response</h4><div class="tokens body" tabindex="0" role="group" aria-label="Response {rank}, '
+        f'{asked}<h4>Response</h4><div class="tokens body" tabindex="0" role="group" aria-label="Response {rank}, '
         f'arrow keys move from token to token">{before}{tokens}{after}</div></details>'
     )
 

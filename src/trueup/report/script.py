@@ -28,23 +28,28 @@ function show(text, x, y) {
 function hide() { tip.hidden = true; }
 
 for (const plot of document.querySelectorAll("svg.plot")) {
-  const tips = JSON.parse(plot.dataset.tips), box = plot.viewBox.baseVal;
-  if (!tips.length) continue;
+  if (!plot.dataset.x) continue;
+  const reached = plot.dataset.x.split(" ").map(Number), box = plot.viewBox.baseVal;
+  const heads = [...plot.parentNode.querySelectorAll("thead th")], rows = plot.parentNode.querySelectorAll("tbody tr");
+  function words(row) {
+    const cells = [...row.cells].map((cell, index) => cell.textContent && heads[index].textContent + "  " + cell.textContent);
+    return cells.filter(Boolean).join("\n");
+  }
   const guide = document.createElementNS(plot.namespaceURI, "path");
   guide.setAttribute("class", "guide");
   plot.append(guide);
   let at = -1;
   function point(index, y) {
     at = index;
-    const area = plot.getBoundingClientRect(), x = tips[at][0];
+    const area = plot.getBoundingClientRect(), x = reached[at];
     guide.setAttribute("d", `M${x},26V${box.height - 42}`);
-    show(tips[at][1], area.left + x / box.width * area.width, y === undefined ? area.top + 30 : y);
+    show(words(rows[at]), area.left + x / box.width * area.width, y === undefined ? area.top + 30 : y);
   }
   function leave() { guide.removeAttribute("d"); hide(); }
   plot.addEventListener("pointermove", event => {
     const area = plot.getBoundingClientRect(), x = (event.clientX - area.left) / area.width * box.width;
     let best = 0;
-    tips.forEach((item, index) => { if (Math.abs(item[0] - x) < Math.abs(tips[best][0] - x)) best = index; });
+    reached.forEach((item, index) => { if (Math.abs(item - x) < Math.abs(reached[best] - x)) best = index; });
     point(best, event.clientY);
   });
   plot.addEventListener("pointerleave", leave);
@@ -55,7 +60,7 @@ for (const plot of document.querySelectorAll("svg.plot")) {
     if (event.key === "Escape") leave();
     if (!move) return;
     event.preventDefault();
-    point(Math.min(tips.length - 1, Math.max(0, at + move)));
+    point(Math.min(reached.length - 1, Math.max(0, at + move)));
   });
 }
 

@@ -22,8 +22,10 @@ class TokenText:
         return self._tokenizer is not None
 
     def __call__(self, token: int) -> str:
-        """Without a tokenizer, or for an id it does not have, the id in brackets."""
-        piece = self._tokenizer.id_to_token(token) if self._tokenizer and token >= 0 else None
+        """Without a tokenizer, or for an id it does not have, the id in brackets; a question mark where no id is known."""
+        if token < 0:
+            return "[?]"
+        piece = self._tokenizer.id_to_token(token) if self._tokenizer else None
         if piece is None:
             return f"[{token}]"
         text = self._tokenizer.decode([token], skip_special_tokens=False)

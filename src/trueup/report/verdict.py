@@ -1,4 +1,4 @@
-"""The statistics in words: is the gap of a healthy size? It names sizes, not causes; causes are another verb's work."""
+"""The statistics in words: is the gap of a healthy size? Causes are named in `causes.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from trueup.report.gathered import Gathered
+from trueup.report.scale import number
 
 # KL(mu||pi) in nats a token that is usual between engines at equal weights; docs/metrics.md.
 _USUAL_KL, _USUAL_KL_QUANTISED = 1e-3, 1e-2
@@ -37,6 +38,8 @@ class Verdict:
     """None: there was nothing to judge."""
     headline: str
     findings: list[Finding] = field(default_factory=list)
+    causes: list[dict] = field(default_factory=list)
+    """As `trueup explain` gives them, faults first."""
 
 
 def verdict(gathered: Gathered, cut: float | None = None) -> Verdict:
@@ -99,23 +102,35 @@ def _spoken(findings: list[Finding]) -> Verdict:
 def _ratio(gathered: Gathered, stats: dict) -> Finding:
     mean, low, high = stats["rho_mean"], stats["rho_mean_low"], stats["rho_mean_high"]
     half = float(gathered.ratio.means()[1][0])
-    digits = 6 if half < 5e-5 else 5 if half < 5e-4 else 4
-    said = f"{mean:.{digits}f}, 95% interval [{low:.{digits}f}, {high:.{digits}f}]"
+    said = "{}, 95% interval [{}, {}]".format(*ratio_words(mean, low, high))
     if not math.isfinite(half):
         return Finding("look", "E[rho]", f"{said}: fewer than two responses, too few to tell whether it is 1.")
     if low <= 1 <= high:
-        wide = " The interval is so wide that this says little." if half > 0.1 else ""
-        return Finding("look" if wide else "ok", "E[rho]", f"{said}: contains 1, as it must.{wide}")
+        if half > 0.1:
+            return Finding("look", "E[rho]", f"{said}: so wide that it says little; a few ratios carry everything.")
+        return Finding("ok", "E[rho]", f"{said}: contains 1, as it must.")
     if abs(mean - 1) < _ROUNDING:
         return Finding("ok", "E[rho]", f"{said}: 1 but for rounding.")
+    if abs(mean - 1) < _ALARM_DISTANCE:
+        return Finding(
+            "ok", "E[rho]", f"{said}: leaves out 1, but by less than {_ALARM_DISTANCE:g}, too little to matter."
+        )
     if abs(mean - 1) > max(_ALARM_DISTANCE, _ALARM_ERRORS / 1.96 * half):
         return Finding(
             "fault",
             "E[rho]",
-            f"{said}: leaves out 1 by far. The two sets of log-probs are not of the same distribution: temperature, "
-            "top-p or top-k on one side, a shift by one token, invented values, or other weights.",
+            f"{said}: leaves out 1 by far. The two sets of log-probs are not of the same distribution.",
         )
     return Finding("look", "E[rho]", f"{said}: leaves out 1, as it does in one healthy dump of twenty.")
+
+
+def ratio_words(*values: float) -> list[str]:
+    """A mean ratio and its interval (mean, low, high), with the digits that the interval leaves meaning to."""
+    width = max(values) - min(values)
+    if width > 1 or not math.isfinite(width):
+        return [number(value) for value in values]
+    digits = 6 if width < 1e-4 else 5 if width < 1e-3 else 4
+    return [f"{value:.{digits}f}" for value in values]
 
 
 def _size(kl: float, engines: set[str], over: str = "") -> Finding:
@@ -125,7 +140,8 @@ def _size(kl: float, engines: set[str], over: str = "") -> Finding:
     named = (
         "an engine the data do not name" if engines in ([], [""]) else ", ".join(name or "unnamed" for name in engines)
     )
-    said = f"{kl:.2g} nats a token (k3{', ' if over else ''}{over}); up to {usual:.0e} is usual for {named}".replace(
+    shown = number(kl) if kl >= 100 else f"{kl:.2g}"
+    said = f"{shown} nats a token (k3{', ' if over else ''}{over}); up to {usual:.0e} is usual for {named}".replace(
         "e-0", "e-"
     )
     if kl <= usual:
@@ -138,7 +154,7 @@ def _size(kl: float, engines: set[str], over: str = "") -> Finding:
     return Finding(
         "fault",
         "KL(mu, pi)",
-        f"{said}: {times:,.0f} times that, more than arithmetic explains. The two sides had other weights, another prompt or other tokens.",
+        f"{said}: {f'{times:,.0f}' if times < 1000 else 'over 1,000'} times that, more than arithmetic explains.",
     )
 
 
@@ -150,7 +166,12 @@ def _effective(token: float, sequence: float) -> Finding:
         return Finding("look", "ESS", f"{said}: bound the ratio (TIS) before you weight by it.")
     if sequence < 0.5:
         return Finding("look", "ESS", f"{said}: fine per token; do not weight whole responses by their product of rho.")
-    return Finding("ok", "ESS", f"{said}: little is lost to the mismatch.")
+    lost = (
+        "little is lost to the mismatch"
+        if sequence >= 0.9
+        else "little is lost token by token, more by whole responses"
+    )
+    return Finding("ok", "ESS", f"{said}: {lost}.")
 
 
 def _cut(cut: float) -> Finding:

@@ -21,8 +21,8 @@ def hand_made():
     learner = torch.tensor([-1.0, -2.0, -0.5])
     rungs = {"bf16": learner}
     rungs["fp32"] = rungs["bf16"] + torch.tensor([0.1, 0.0, 0.0])
-    rungs["int8 simulated"] = rungs["fp32"] + torch.tensor([0.2, 0.2, -0.4])
-    rungs["prefill"] = rungs["int8 simulated"] + torch.tensor([0.0, 0.1, 0.0])
+    rungs["simulated"] = rungs["fp32"] + torch.tensor([0.2, 0.2, -0.4])
+    rungs["prefill"] = rungs["simulated"] + torch.tensor([0.0, 0.1, 0.0])
     rungs["decode"] = rungs["prefill"].clone()
     return rollouts, rungs
 

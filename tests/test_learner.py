@@ -68,7 +68,10 @@ def test_chunked_log_probs_and_their_gradients_are_the_naive_ones(bias, multipli
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_of_a_vocabulary_in_parts_are_those_of_the_whole(dtype):
     torch.manual_seed(1)
-    hidden, weight = torch.randn(33, 24).to(dtype).requires_grad_(), (torch.randn(5000, 24) / 2).to(dtype).requires_grad_()
+    hidden, weight = (
+        torch.randn(33, 24).to(dtype).requires_grad_(),
+        (torch.randn(5000, 24) / 2).to(dtype).requires_grad_(),
+    )
     targets, temperature = torch.randint(0, 5000, (33,)), torch.tensor([1.0, 0.6, 1.4]).repeat(11)
     up = torch.randn(33)
     results = []
@@ -171,6 +174,44 @@ def test_a_strictly_on_policy_batch_pays_one_forward():
     learner.update(batch, torch.Generator().manual_seed(0))
     assert len(calls) == 1
     assert batch.rollouts.learner_logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_rollouts_of_older_weights_are_scored_with_those(minibatches):
+    settings = ["learner.dtype=fp32", "learner.attention=eager", "learner.lr=1e-5", f"batch.minibatches={minibatches}"]
+    learner = Learner(load_config(None, settings + ["delivery.every=4", "log.checkpoint_every=0"]))
+    rollouts = random_rollouts(8)
+    learner.keep_delivered()
+    as_delivered, entropy = learner.policy.score(rollouts)
+    staleness = []
+    for step in range(3):
+        now, _ = learner.policy.score(rollouts)
+        weights = [weight.clone() for weight in learner.policy.model.parameters()]
+        batch, _ = learner.prepare(copy.deepcopy(rollouts))
+        assert all(torch.equal(old, new) for old, new in zip(weights, learner.policy.model.parameters()))
+        metrics = learner.update(batch, torch.Generator().manual_seed(step))
+        torch.testing.assert_close(batch.rollouts.learner_logprobs, as_delivered, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(batch.entropy, entropy, rtol=1e-4, atol=1e-4)
+        staleness.append(metrics["staleness/kl"])
+        if minibatches == 1:
+            log_r = now.double() - as_delivered.double()
+            assert staleness[-1] == pytest.approx(float((log_r.exp() - 1 - log_r).mean()), rel=1e-2, abs=1e-9)
+    assert staleness[0] == 0 and 1e-6 < staleness[1] < staleness[2]
+    learner.keep_delivered()
+    batch, _ = learner.prepare(copy.deepcopy(rollouts))
+    assert learner.update(batch, torch.Generator())["staleness/kl"] == 0
+
+
+def test_weights_that_are_delivered_every_step_are_not_copied():
+    learner = Learner(load_config(None, ["learner.dtype=fp32", "learner.attention=eager", "batch.minibatches=2"]))
+    rollouts, before = random_rollouts(8), None
+    for _ in range(2):
+        batch, _ = learner.prepare(copy.deepcopy(rollouts))
+        assert torch.equal(batch.rollouts.learner_logprobs, learner.policy.score(rollouts)[0])
+        assert before is None or not torch.equal(batch.rollouts.learner_logprobs, before)
+        before = batch.rollouts.learner_logprobs
+        assert learner.update(batch, torch.Generator())["staleness/kl"] == 0
+    assert learner._delivered is None
 
 
 def test_a_batch_whose_responses_are_all_rejected_is_skipped_and_counted():

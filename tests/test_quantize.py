@@ -1,4 +1,4 @@
-"""int8: hand-computed codes and scales, what is covered, and what an update leaves visible."""
+"""Quantisation: hand-computed codes and scales, what is covered, and what an update leaves visible."""
 
 import pytest
 import torch
@@ -7,7 +7,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trueup.learner.model import load_causal_lm
-from trueup.quantize import INT8_CONFIG, StepMeter, dequantise, int8_tensors, linear_weights, quantise, simulated_int8
+from trueup.quantize import SCHEMES, Quantiser, StepMeter, linear_weights, pack_int4, simulated_int8
+
+
+def quantiser(precision: str = "int8", *covered: str, activation_range: float = 1.0) -> Quantiser:
+    return Quantiser(SCHEMES[precision], set(covered), activation_range)
+
+
+def quantise(weight):
+    return quantiser().quantise("any.weight", weight)
+
+
+def dequantise(codes, scale):
+    return quantiser().dequantise(codes, scale)
 
 
 @pytest.fixture
@@ -64,8 +76,132 @@ def test_a_channel_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_weight_that_is_not_finite_is_refused(value):
-    with pytest.raises(ValueError, match="NaN or infinity; int8 cannot carry it. Look at policy/grad_norm"):
+    with pytest.raises(ValueError, match="NaN or infinity; int8 and int4 cannot carry it. Look at policy/grad_norm"):
         quantise(torch.tensor([[1.0, value]]))
+
+
+# --- other precisions -------------------------------------------------------------------------------------------------
+
+
+def test_one_scale_a_tensor_by_hand():
+    found = dict(
+        quantiser("int8-tensor", "up.weight").tensors([("up.weight", torch.tensor([[127.0, 0.4], [1.6, -3.0]]))])
+    )
+    assert found["up.weight"].tolist() == [[127, 0], [2, -3]]
+    assert found["up.weight_scale"].tolist() == [1]
+
+
+def test_int4_by_hand_one_scale_32_inputs():
+    weight = torch.zeros(1, 64)
+    weight[0, :3] = torch.tensor([7.0, -2.6, 0.4])  # scale 1: codes 7, -3, 0
+    weight[0, 32:34] = torch.tensor([-0.5, 0.25])  # scale 0.5 / 7 = 0.0714 in bf16: codes -7, 3 or 4
+    int4 = quantiser("int4", "up.weight")
+    codes, scale = int4.quantise("up.weight", weight)
+    assert scale.tolist() == [[1.0, pytest.approx(0.5 / 7, rel=1 / 256)]]
+    assert torch.equal(scale, scale.to(torch.bfloat16).float())  # as the engine holds it
+    assert codes[0, :4].tolist() == [7, -3, 0, 0] and codes[0, 32].item() == -7
+    assert int4.dequantise(codes, scale)[0, :2].tolist() == [7, -3]
+    found = dict(int4.tensors([("up.weight", weight)]))
+    assert list(found) == ["up.weight_packed", "up.weight_scale", "up.weight_shape"]
+    assert found["up.weight_packed"].shape == (1, 8) and found["up.weight_shape"].tolist() == [1, 64]
+    assert found["up.weight_scale"].dtype == torch.bfloat16
+
+
+def test_int4_codes_lie_eight_to_a_word_the_first_lowest():
+    word = pack_int4(torch.tensor([[-8, -7, 0, 7, -8, -8, -8, -8]], dtype=torch.int8))
+    assert word.dtype == torch.int32 and word.tolist() == [[0x0000F810]]
+    assert pack_int4(torch.tensor([[0, 0, 0, 0, 0, 0, 0, 7]])).item() & 0xFFFFFFFF == 0xF8888888
+
+
+def test_int4_needs_whole_groups():
+    with pytest.raises(
+        ValueError, match="33 inputs, no multiple of the 32 that share a scale; use int4-channel or int8"
+    ):
+        quantiser("int4").quantise("up.weight", torch.ones(2, 33))
+    assert quantiser("int4-channel").quantise("up.weight", torch.ones(2, 33))[1].shape == (2, 1)
+
+
+@pytest.mark.parametrize("precision", SCHEMES)
+def test_every_precision_keeps_within_half_a_step(precision):
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    coarse = quantiser(precision)
+    codes, scale = coarse.quantise("up.weight", weight)
+    steps = coarse.dequantise(torch.ones_like(codes), scale)
+    assert ((coarse.dequantise(codes, scale) - weight.float()).abs() <= 0.52 * steps).all()  # int4's scale is a bf16
+    assert codes.abs().max() == coarse.scheme.largest
+
+
+def test_frozen_scales_are_those_of_the_first_delivery_and_cut_what_is_larger():
+    frozen = quantiser("int8", "up.weight")
+    frozen.start(frozen=True)
+    first = dict(frozen.tensors([("up.weight", torch.tensor([[127.0, 10.0], [12.7, 1.0]]))]))
+    then = dict(frozen.tensors([("up.weight", torch.tensor([[254.0, 20.0], [6.0, 1.0]]))]))
+    assert torch.equal(then["up.weight_scale"], first["up.weight_scale"])
+    assert then["up.weight"].tolist() == [[127, 20], [60, 10]]  # 254 is beyond 127 steps of 1
+    resumed = quantiser("int8", "up.weight")
+    resumed.start(frozen=True)
+    resumed.load_state(frozen.state())
+    again = dict(resumed.tensors([("up.weight", torch.tensor([[254.0, 20.0], [6.0, 1.0]]))]))
+    assert all(torch.equal(again[name], then[name]) for name in then)
+
+
+def test_fresh_scales_follow_the_weights_and_are_not_kept():
+    fresh = quantiser("int8", "up.weight")
+    for largest in (127.0, 254.0):
+        found = dict(fresh.tensors([("up.weight", torch.tensor([[largest, 0.0]]))]))
+        assert found["up.weight_scale"].item() == largest / 127 and found["up.weight"].tolist() == [[127, 0]]
+    assert fresh.state() == {}
+
+
+def one_layer(weight):
+    layer = nn.Linear(len(weight[0]), len(weight), bias=False)
+    layer.weight.data = torch.tensor(weight)
+    return nn.Sequential(layer)
+
+
+def test_static_activation_scales_are_of_the_largest_input_seen():
+    body, static = one_layer([[1.0, 0.0]]), quantiser("int8-static", "0.weight", activation_range=2.0)
+    assert static.needs_calibration
+    with static.calibrate(body), torch.no_grad():
+        body(torch.tensor([[1.0, -63.5]]))
+        body(torch.tensor([[3.0, 2.0]]))
+    found = dict(static.tensors([("0.weight", body[0].weight.data)]))
+    assert found["0.input_scale"].tolist() == [1.0]  # twice 63.5, over 127
+    assert not body[0]._forward_pre_hooks
+    with static.simulated(body), torch.no_grad():  # rounded to steps of 1, cut at -128 and 127
+        found = body(torch.tensor([[2.6, 0.0], [500.0, 0.0], [-500.0, 0.0]]))
+    torch.testing.assert_close(found, torch.tensor([[3.0], [127.0], [-128.0]]))
+
+
+def test_static_scales_that_are_frozen_are_calibrated_once():
+    body, static = one_layer([[1.0]]), quantiser("int8-static", "0.weight")
+    static.start(frozen=True)
+    with static.calibrate(body), torch.no_grad():
+        body(torch.tensor([[127.0]]))
+    assert not static.needs_calibration
+    resumed = quantiser("int8-static", "0.weight")
+    resumed.start(frozen=True)
+    assert resumed.needs_calibration
+    dict(static.tensors([("0.weight", body[0].weight.data)]))
+    resumed.load_state(static.state())
+    assert not resumed.needs_calibration
+
+
+def test_static_scales_without_calibration_are_refused():
+    with pytest.raises(ValueError, match="no range of activations is known for up.weight.*Quantiser.calibrate"):
+        dict(quantiser("int8-static", "up.weight").tensors([("up.weight", torch.ones(2, 2))]))
+
+
+def test_the_simulation_of_int4_rounds_weights_only(mini):
+    int4 = quantiser("int4", *linear_weights(mini))
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = mini.get_parameter(name).data.clone()
+    with int4.simulated(mini):
+        assert torch.equal(
+            mini.get_parameter(name).data, int4.dequantise(*int4.quantise(name, weight)).to(weight.dtype)
+        )
+        assert not any(module._forward_pre_hooks for module in mini.modules())
+    assert torch.equal(mini.get_parameter(name).data, weight)
 
 
 # --- what is covered --------------------------------------------------------------------------------------------------
@@ -79,7 +215,7 @@ def test_every_linear_layer_but_the_head_is_covered(mini):
     assert not any(any(part in name for part in ("norm", "embed", "lm_head", "bias")) for name in covered)
     layers = mini.config.num_hidden_layers
     assert len(covered) == 7 * layers  # q, k, v, o, gate, up, down
-    assert INT8_CONFIG["ignore"] == ["lm_head"]
+    assert all(scheme.config["ignore"] == ["lm_head"] for scheme in SCHEMES.values())
 
 
 def test_an_untied_head_is_not_covered():
@@ -96,7 +232,7 @@ def test_an_untied_head_is_not_covered():
 
 def test_covered_weights_become_codes_and_scales_and_others_pass_through():
     norm, weight = torch.ones(2), torch.tensor([[1.0, -0.5], [0.25, 0.0]])
-    found = list(int8_tensors([("norm.weight", norm), ("up.weight", weight)], {"up.weight"}))
+    found = list(quantiser("int8", "up.weight").tensors([("norm.weight", norm), ("up.weight", weight)]))
     assert [name for name, _ in found] == ["norm.weight", "up.weight", "up.weight_scale"]
     assert found[0][1] is norm
     codes, scale = quantise(weight)
@@ -105,7 +241,7 @@ def test_covered_weights_become_codes_and_scales_and_others_pass_through():
 
 def test_the_int8_checkpoint_of_a_model_dequantises_to_its_weights(mini):
     covered = linear_weights(mini)
-    found = dict(int8_tensors(mini.state_dict().items(), covered))
+    found = dict(quantiser("int8", *covered).tensors(mini.state_dict().items()))
     assert len(found) == len(mini.state_dict()) + len(covered)
     for name, weight in mini.state_dict().items():
         if name in covered:
@@ -208,34 +344,55 @@ def test_layers_that_share_a_weight_get_it_back():
 
 
 def test_the_meter_counts_weights_that_moved_by_less_than_a_step():
-    meter = StepMeter(stride=1)
+    meter = StepMeter(quantiser("int8", "up.weight"), stride=1)
     weight = torch.tensor([[127.0, 0.0, 0.0, 0.0], [1.27, 0.0, 0.0, 0.0]])  # steps 1 and 0.01
-    assert meter.measure([("up.weight", weight)], {"up.weight"}) is None
+    assert meter.measure([("up.weight", weight)]) is None
     moved = weight + torch.tensor([[0.0, 0.5, -0.9, 1.5], [0.0, 0.005, 0.02, -0.5]])
     # Below: 0, 0.5 and 0.9 of a step of 1; 0 and 0.005 of 0.01. Above: 1.5; 0.02 and 0.5.
-    assert meter.measure([("up.weight", moved)], {"up.weight"}) == 5 / 8
-    assert meter.measure([("up.weight", moved.clone())], {"up.weight"}) == 1
+    assert meter.measure([("up.weight", moved)]) == 5 / 8
+    assert meter.measure([("up.weight", moved.clone())]) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_meter_remembers_weights_that_are_updated_in_place(dtype):
-    meter, weight = StepMeter(stride=1), torch.tensor([[127.0, 0.0, 0.0, 0.0]], dtype=dtype)
-    meter.measure([("up.weight", weight)], {"up.weight"})
+    meter, weight = (
+        StepMeter(quantiser("int8", "up.weight"), stride=1),
+        torch.tensor([[127.0, 0.0, 0.0, 0.0]], dtype=dtype),
+    )
+    meter.measure([("up.weight", weight)])
     weight[0, 2:] += 8
-    assert meter.measure([("up.weight", weight)], {"up.weight"}) == 0.5
+    assert meter.measure([("up.weight", weight)]) == 0.5
 
 
 def test_the_meter_looks_at_every_stride_th_weight_of_covered_layers_only():
-    meter = StepMeter(stride=2)
+    meter = StepMeter(quantiser("int8", "up.weight"), stride=2)
 
     def weights(value):
         return [("norm.weight", torch.ones(3) * value), ("up.weight", torch.tensor([[127.0, value, 0.0, value]]))]
 
-    assert meter.measure(weights(0.0), {"up.weight"}) is None
-    assert meter.measure(weights(50.0), {"up.weight"}) == 1  # places 0 and 2 stood still
+    assert meter.measure(weights(0.0)) is None
+    assert meter.measure(weights(50.0)) == 1  # places 0 and 2 stood still
 
 
 def test_the_meter_counts_a_channel_of_zeros_that_stays_zero_as_below():
-    meter = StepMeter(stride=1)
+    meter = StepMeter(quantiser("int8", "up.weight"), stride=1)
     for expected in (None, 1.0):
-        assert meter.measure([("up.weight", torch.zeros(2, 2))], {"up.weight"}) == expected
+        assert meter.measure([("up.weight", torch.zeros(2, 2))]) == expected
+
+
+@pytest.mark.parametrize("precision, below", [("int8", 0.5), ("int8-tensor", 1.0), ("int4-channel", 1.0)])
+def test_the_meter_measures_in_steps_of_the_precision(precision, below):
+    meter = StepMeter(quantiser(precision, "up.weight"), stride=1)
+    weight = torch.tensor([[127.0, 0.0], [1.27, 0.0]])
+    meter.measure([("up.weight", weight)])
+    # Half a step of the first channel, ten of the second; less with one scale a tensor; at most half a step of int4.
+    moved = weight + torch.tensor([[0.5, 0.5], [0.1, 0.1]])
+    assert meter.measure([("up.weight", moved)]) == below
+
+
+def test_the_meter_counts_in_frozen_steps():
+    frozen = quantiser("int8", "up.weight")
+    frozen.start(frozen=True)
+    meter = StepMeter(frozen, stride=1)
+    meter.measure([("up.weight", torch.tensor([[127.0, 0.0]]))])
+    assert meter.measure([("up.weight", torch.tensor([[1270.0, 5.0]]))]) == 0  # 5 of the step 1, half of a fresh 10

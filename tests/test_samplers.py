@@ -1,12 +1,15 @@
 """Samplers on real engines: ids in, ids out, log-probs of what was sampled, weights that can be replaced."""
 
+import re
+
 import pytest
 import torch
 
 from trueup.learner.model import MINI, Policy, best_tokens, load_causal_lm
-from trueup.quantize import simulated_int8
+from trueup.quantize import SCHEMES, simulated_int8
 from trueup.rollouts import Rollouts
 from trueup.samplers import EngineError, Sampling, open_sampler, parse_spec
+from trueup.sync import own_answers
 
 REFERENCE = ["transformers:fp32", "transformers:bf16"]
 VLLM = [pytest.param("vllm:bf16", marks=pytest.mark.engine), pytest.param("vllm:int8", marks=pytest.mark.engine)]
@@ -154,10 +157,45 @@ def test_int8_log_probs_are_those_of_simulated_int8_arithmetic(engines, policy, 
     assert off["simulated"] < 0.5 * off["plain"], off
 
 
+COARSE = [name for name in SCHEMES if name != "int8"]
+KERNELS = {"int8-tensor": "Int8", "int8-static": "Int8", "int4": "NA16|Marlin", "int4-channel": "NA16|Marlin"}
+# Rounding activations turns a difference in the last bit into another code, which later layers multiply.
+ERROR_LEFT = {"int8-tensor": 0.6, "int8-static": 0.6, "int4": 0.35, "int4-channel": 0.35}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("precision", COARSE)
+def test_a_coarse_precision_runs_its_kernel_computes_as_simulated_and_reloads_exactly(
+    engines, policy, prompts, sampling, precision
+):
+    sampler = engines(f"vllm:{precision}")
+    quantiser, exact = sampler.quantiser, Policy(load_causal_lm("mini", "fp32", "eager"))
+    quantiser.start()
+    if quantiser.needs_calibration:
+        with quantiser.calibrate(policy.model):
+            policy.score(own_answers(policy, prompts, sampling, context=400))
+    sampler.load(policy.weights(), 0)
+    assert all(re.search(KERNELS[precision], kernel) for kernel in sampler.linear_kernels().values())
+
+    rollouts = sampler.generate(prompts, sampling)
+    plain = exact.score(rollouts)[0]
+    with quantiser.simulated(exact.model):
+        simulated = exact.score(rollouts)[0]
+    off = [float((rollouts.sampler_logprobs - found).square().mean().sqrt()) for found in (simulated, plain)]
+    assert off[0] < ERROR_LEFT[precision] * off[1], off
+
+    sampler.load([(name, weight * 1.05) for name, weight in policy.weights()], 1)
+    assert not torch.equal(sampler.generate(prompts, sampling).sampler_logprobs, rollouts.sampler_logprobs)
+    sampler.load(policy.weights(), 2)
+    again = sampler.generate(prompts, sampling)
+    assert torch.equal(again.response_ids, rollouts.response_ids)
+    assert torch.equal(again.sampler_logprobs, rollouts.sampler_logprobs)
+
+
 def test_an_engine_that_cannot_do_it_says_so_before_it_starts():
     with pytest.raises(ValueError, match="transformers cannot run 'int8'; it runs bf16 and fp32; vllm:int8 has it"):
         open_sampler("transformers:int8", str(MINI), context=64)
-    with pytest.raises(ValueError, match="vllm cannot run 'fp8'"):
+    with pytest.raises(ValueError, match="vllm cannot run 'fp8'; it runs bf16, int8, .* and int4-channel"):
         parse_spec("vllm:fp8")
     with pytest.raises(ValueError, match="unknown engine 'vlm'.*Did you mean vllm"):
         parse_spec("vlm:bf16")

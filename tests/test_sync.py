@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from trueup.rollouts import Rollouts
-from trueup.sync import Delivery, DeliveryError
+from trueup.samplers import Sampling
+from trueup.sync import Delivery, DeliveryError, own_answers
 
 SPECS = [
     "transformers:fp32",
@@ -103,7 +104,7 @@ def test_weights_that_never_leave_are_caught_at_once(policy, sampler, prompts):
     delivery.deliver(0)
     first = [(name, weight.clone()) for name, weight in policy.weights()]
     sampler.change = lambda weights: first
-    train_a_little(policy, seed=1, size=1e-4)
+    train_a_little(policy, seed=1, size=3e-4)
     with pytest.raises(DeliveryError, match="version 1 did not land.*still holds older weights"):
         delivery.deliver(1)
 
@@ -185,3 +186,64 @@ def test_the_canary_fits_into_the_shortest_context(policy, engines, prompts):
         delivery = Delivery(policy, engines("transformers:fp32"), prompts, context=longest + spare, tokens=8)
         delivery.deliver(0)
         delivery.deliver(1)
+
+
+# --- coarser precisions and frozen scales -----------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("spec", ["vllm:int4", "vllm:int8-static"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sound_deliveries_of_coarse_weights_pass(policy, engines, prompts, spec, frozen):
+    sampler = engines(spec)
+    delivery = Delivery(policy, sampler, prompts, context=400, stop_token_ids=(1,), frozen_scales=frozen)
+    delivery.deliver(0)
+    for version in range(1, 7):
+        train_a_little(policy, seed=version)
+        metrics = delivery.deliver(version)
+    assert sampler.version == 6
+    # Weights moved by 1e-3 or less; an int8 step is about as large, an int4 step twenty times.
+    assert 0.5 < metrics["delivery/below_step_fraction"] < 0.9 or spec == "vllm:int4"
+    assert metrics["delivery/below_step_fraction"] > 0.9 or spec == "vllm:int8-static"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("spec", ["vllm:int4", "vllm:int8-static"])
+def test_coarse_weights_that_never_leave_are_caught(policy, engines, prompts, spec):
+    sampler = Faulty(engines(spec))
+    delivery = deliver_to(policy, sampler, prompts)
+    delivery.deliver(0)
+    first = [(name, weight.clone()) for name, weight in policy.weights()]
+    sampler.change = lambda weights: first
+    with pytest.raises(DeliveryError, match="did not land"):
+        for version in range(1, 4):
+            train_a_little(policy, seed=version, size=3e-3)
+            delivery.deliver(version)
+
+
+@pytest.mark.engine
+def test_frozen_scales_survive_a_resume_and_are_what_the_engine_gets(policy, engines, prompts):
+    sampler, sent = Faulty(engines("vllm:int8")), []
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def delivery():
+        return Delivery(policy, sampler, prompts, context=400, stop_token_ids=(1,), frozen_scales=True)
+
+    first = delivery()
+    first.deliver(0)
+    scale = sampler.quantiser.scale(name, policy.model.get_parameter(name).data).clone()
+    with torch.no_grad():
+        policy.model.get_parameter(name).mul_(1.02)
+    first.deliver(1)
+    saved = {key: value.clone() for key, value in first.state().items()}
+    resumed = delivery()  # which forgets the sampler's scales, as a new process does
+    resumed.load_state(saved)
+    sampler.change = lambda weights: sent.extend(sampler.quantiser.tensors(weights)) or weights
+    resumed.deliver(1)
+    assert torch.equal(dict(sent)[f"{name}_scale"], scale)
+
+
+def test_static_scales_are_calibrated_on_the_learners_own_answers(policy, prompts):
+    answers = own_answers(policy, prompts[:2], Sampling(max_tokens=20, stop_token_ids=(1,), seed=0), context=400)
+    assert len(answers) == 2 and answers.engine == ["transformers:bf16"] * 2
+    assert policy.model.training is False

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from trueup.advantages import signal_groups
 from trueup.collect import ProblemStream
@@ -183,23 +184,38 @@ def test_dapo_on_bf16_rollouts_fills_its_batches_with_signal(tmp_path):
     assert list((folder / "tensorboard").glob("events*"))
 
 
-def test_stale_deliveries_are_stamped(tmp_path):
+def test_staleness_is_told_apart_from_mismatch(tmp_path):
+    """An exact sampler that is up to three steps behind: rho is 1, and the policy ratio holds all of the staleness."""
     folder = tmp_path / "run"
-    done = trueup(
-        "train",
-        *SMALL,
-        *EXACT,
-        "steps=3",
-        "batch.response_length=40",
-        "delivery.every=2",
-        "log.checkpoint_every=0",
-        "--out",
-        folder,
-        "--json",
-    )
+    settings = ["steps=5", "batch.response_length=40", "delivery.every=4", "log.checkpoint_every=0"]
+    settings += ["log.eval_problems=4"]
+    done = trueup("train", *SMALL, *EXACT, *settings, "--out", folder, "--json")
     assert done.returncode == 0, done.stderr
-    assert [row["staleness/mean"] for row in metrics_of(folder)] == [0, 1, 0]
-    assert [row["version"] for row in metrics_of(folder)] == [0, 2, 2]
+    rows = metrics_of(folder)
+    assert [row["version"] for row in rows] == [0, 0, 0, 4, 4]
+    assert [row["staleness/mean"] for row in rows] == [0, 1, 2, 3, 0]
+    assert all(row["mismatch/kl_k3"] < 1e-8 and row["mismatch/rho_max"] < 1.001 for row in rows)
+    first, *growing, fresh = [row["staleness/kl"] for row in rows]
+    assert first == fresh == 0 and 1e-7 < growing[0] < growing[1] < growing[2]
+    for step in range(1, 6):
+        rollouts = Rollouts.from_parquet(folder / "rollouts" / f"step-{step:06d}.parquet")
+        assert set(rollouts.learner_version.tolist()) == set(rollouts.sampler_version.tolist()) == {4 * (step > 4)}
+
+
+@pytest.mark.engine
+def test_grpo_on_int4_rollouts_with_frozen_scales_runs_and_its_scales_are_saved(tmp_path):
+    folder = tmp_path / "run"
+    settings = ["algorithm=grpo", "steps=2", "sampler.precision=int4", "delivery.scales=frozen", "log.eval_problems=4"]
+    done = trueup("train", *SMALL, *settings, "--out", folder, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = metrics_of(folder)
+    assert all(row["delivery/below_step_fraction"] > 0.9 and row["mismatch/kl_k3"] > 1e-6 for row in rows)
+    rollouts = Rollouts.from_parquet(folder / "rollouts" / "step-000002.parquet")
+    assert set(rollouts.engine) == {"vllm:int4"}
+    saved = {}
+    for path in (folder / "checkpoints" / "step-000002" / "trainer").glob("*.safetensors"):
+        saved |= load_file(path)
+    assert any(name.startswith("delivery/scales/weight/") for name in saved)
 
 
 def test_a_stop_during_an_evaluation_still_saves(tmp_path):

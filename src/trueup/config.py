@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from trueup.correction import Correction, preset
 from trueup.objectives import Objective
+from trueup.quantize import SCHEMES
 from trueup.samplers.base import Sampling, parse_spec
 
 
@@ -23,8 +24,13 @@ class Section(BaseModel):
 class SamplerConfig(Section):
     engine: Literal["vllm", "transformers"] = "vllm"
     """vllm is the fast path; transformers needs no engine installed and is the reference."""
-    precision: Literal["bf16", "int8", "fp32"] = "bf16"
-    """int8 halves the memory traffic of the rollouts; correct what it costs (see `correction`)."""
+    precision: Literal["bf16", "int8", "int8-tensor", "int8-static", "int4", "int4-channel", "fp32"] = "bf16"
+    """int8 halves the memory traffic of the rollouts; correct what it costs (see `correction`). int8: one weight scale an
+    output channel, one activation scale a token. int8-tensor: one weight scale a matrix. int8-static: activation scales from
+    calibration, one a layer. int4: 4-bit weights, one scale 32 inputs, bf16 activations; int4-channel: one a channel."""
+    activation_range: float = Field(1.0, gt=0)
+    """int8-static only: what activation scales span, as a multiple of the largest input seen in calibration. Above 1 leaves
+    room for growth at the price of coarser steps, below 1 cuts the largest: the mismatch follows it over two decades."""
     temperature: float = Field(1.0, gt=0)
     """1: the policy that samples is the policy that is trained. The learner applies the same."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -127,7 +133,12 @@ class RewardConfig(Section):
 
 class DeliveryConfig(Section):
     every: int = Field(1, ge=1)
-    """Steps between deliveries; above 1 the sampler is stale on purpose."""
+    """Steps between deliveries; above 1 the sampler is stale on purpose. The learner then keeps a copy of the weights it
+    delivered (2 bytes a weight in bf16, 4 in fp32) and scores rollouts with it: rho stays pure mismatch, and staleness lies
+    in the policy ratio. At 1 there is no copy."""
+    scales: Literal["fresh", "frozen"] = "fresh"
+    """Of a quantised sampler. fresh: computed at every delivery. frozen: those of the first delivery, values beyond them are
+    cut, as 8-bit rollouts with scales from one calibration had it."""
     prove: bool = True
     """Score a canary batch on both sides after each delivery, and stop if the weights did not land."""
     canary_sequences: int = Field(16, ge=2)
@@ -145,7 +156,7 @@ class LogConfig(Section):
     """Held-out problems of an evaluation."""
     eval_by: Literal["learner", "sampler"] = "learner"
     """learner: by the reference engine in the learner's precision. sampler: faster for long responses, and honest only
-    where it runs in full precision, so refused for int8."""
+    where it runs in full precision, so refused for int8 and int4."""
     checkpoint_every: int = Field(50, ge=0)
     """Steps between checkpoints; 0: only the last."""
     keep_checkpoints: int = Field(2, ge=1)
@@ -241,9 +252,19 @@ class RunConfig(Section):
             )
         if self.reward.dynamic_sampling and self.batch.samples < 2:
             raise ValueError("reward.dynamic_sampling needs groups: set batch.samples to at least 2")
-        if self.log.eval_by == "sampler" and self.sampler.precision == "int8":
+        precision, quantised = self.sampler.precision, self.sampler.precision in SCHEMES
+        if self.log.eval_by == "sampler" and quantised:
             raise ValueError(
-                "log.eval_by=sampler would report what int8 can do, not what was learned; use eval_by=learner"
+                f"log.eval_by=sampler would report what {precision} can do, not what was learned; use eval_by=learner"
+            )
+        if self.delivery.scales == "frozen" and not quantised:
+            raise ValueError(
+                f"delivery.scales=frozen but sampler.precision={precision} has no scales; use fresh, or precision=int8"
+            )
+        if self.sampler.activation_range != 1 and precision != "int8-static":
+            raise ValueError(
+                f"sampler.activation_range={self.sampler.activation_range} but sampler.precision={precision} computes its "
+                "activation scales, if any, as it goes; use 1, or precision=int8-static"
             )
         if self.delivery.every > 1 and self.log.checkpoint_every % self.delivery.every:
             raise ValueError(

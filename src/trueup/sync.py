@@ -3,32 +3,36 @@
 A fixed canary batch is scored on both sides after every delivery. Three questions are asked of it:
 
 - Do sampler and learner agree as well as they did at step 0? Each sequence's mean |pi - mu| is taken relative to what
-  that precision does to the weights of the moment: for int8, how far the learner moves when it computes in simulated
-  int8; else its mean pi (1 - pi), since an error d of a logit moves a probability by p (1 - p) d. A policy that grows
-  less certain shows larger differences for the same arithmetic; this divides it out. If the geometric mean over
-  sequences exceeds twice the null of step 0, and exceeds it by four standard errors, training stops.
+  that precision does to the weights of the moment: for int8 and int4, how far the learner moves when it computes in
+  simulated int8 or int4, with the scales that were delivered, fresh or frozen; else its mean pi (1 - pi), since an error
+  d of a logit moves a probability by p (1 - p) d. A policy that grows less certain, or grows out of frozen scales, shows
+  larger differences for the same arithmetic; this divides it out. If the geometric mean over sequences exceeds twice the
+  null of step 0, and exceeds it by four standard errors, training stops.
 - Did the sampler move with the learner? If its log-probs are the same to the last bit while the learner's moved, nothing
   landed, however small the update. Once the learner has moved well beyond the null's noise, `arrived` says how much of
-  its change since step 0 the sampler shows: the slope of log mu's change on log pi's, 1 when everything landed.
+  its change since step 0 the sampler shows: the slope of log mu's change on log pi's, 1 when everything landed. Scales
+  that are frozen cut some of that change; training stops only if the sampler also lacks what simulation says is left.
 - Are prefixes recomputed? Continuations decoded from prefixes that were cached under the weights before must agree with
   the sampler's own prefill, which reads no cache. Same engine, same weights: no precision enters.
 
-What this cannot see: a layer that is withheld shows only once its missing updates move the canary by about the null.
+What this cannot see: a layer that is withheld shows only once its missing updates move the canary by about the null, which
+is the larger the coarser the precision.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from trueup.learner.model import Policy
-from trueup.quantize import StepMeter, linear_weights, simulated_int8
+from trueup.quantize import StepMeter
 from trueup.rollouts import Rollouts, pack, segment_sum
 from trueup.samplers.base import Sampler, Sampling
+from trueup.samplers.transformers import TransformersSampler
 
 _LEAST_PROBABILITY = 1e-3  # tokens both sides call impossible say little of the weights, at enormous |log rho|
 _POWER = (
@@ -52,6 +56,8 @@ class Canary:
     """float32 [N], the sampler's prefill log-probs."""
     pi: Tensor
     """float32 [N], the learner's."""
+    expected: Tensor
+    """float32 [N], the learner's as the sampler's precision rounds it; `pi` where nothing is rounded."""
     offsets: Tensor
     """int64 [B+1]."""
     scale_B: Tensor
@@ -81,20 +87,27 @@ class Delivery:
         stop_token_ids: tuple[int, ...] = (),
         tokens: int = 8,
         prove: bool = True,
+        frozen_scales: bool = False,
     ):
-        """prompts: what the canary is made from, one sequence each. tokens: how far each is decoded anew every time."""
+        """prompts: what the canary is made from, one sequence each. tokens: how far each is decoded anew every time.
+
+        frozen_scales: a quantised sampler keeps the scales of the first delivery.
+        """
         self.policy = policy
         self.sampler = sampler
         self.prove = prove
         self._prompts = [list(map(int, prompt)) for prompt in prompts]
         room = max(1, context - 1 - max(map(len, prompts)))  # scoring a sequence may cost the engine one token more
         tokens = min(tokens, room)
-        self._longest = context - 1 - tokens
+        self._context, self._longest = context, context - 1 - tokens
         self._answering = Sampling(max_tokens=min(32, room), stop_token_ids=stop_token_ids, seed=0)
         self._continuing = Sampling(max_tokens=tokens, stop_token_ids=(), seed=0)
         self._answers: list[list[int]] = []  # given when the sampler first holds weights, and kept
-        self._quantised = linear_weights(policy.model) if sampler.engine.endswith("int8") else set()
-        self._meter = StepMeter()
+        self._quantiser = sampler.quantiser
+        self._meter = None
+        if self._quantiser is not None:
+            self._quantiser.start(frozen_scales)
+            self._meter = StepMeter(self._quantiser)
         self._first: Canary | None = None
         self._moved: Canary | None = None  # the last canary at which the sampler's log-probs had changed
 
@@ -105,8 +118,10 @@ class Delivery:
         """
         start = time.perf_counter()
         metrics = {}
-        if self._quantised and (below := self._meter.measure(self.policy.weights(), self._quantised)) is not None:
+        if self._meter is not None and (below := self._meter.measure(self.policy.weights())) is not None:
             metrics["delivery/below_step_fraction"] = below
+        if self._quantiser is not None and self._quantiser.needs_calibration:
+            self._calibrate()
         holds_weights = self.sampler.version >= 0
         prefixes = self._prefixes() if self.prove and self._answers and holds_weights else []
         if prefixes:
@@ -121,18 +136,32 @@ class Delivery:
         return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """The canary and its null of step 0, so that a resumed run is held to the same standard."""
+        """The canary and its null of step 0, so that a resumed run is held to the same standard; and frozen scales."""
+        scales = {} if self._quantiser is None else self._quantiser.state()
+        scales = {f"scales/{name}": scale for name, scale in scales.items()}
         if self._first is None:
-            return {}
+            return scales
         first = {f"first/{field.name}": getattr(self._first, field.name) for field in fields(Canary)}
         lengths = torch.tensor([len(ids) for ids in self._answers])
-        return first | {"answers/ids": pack(self._answers, torch.int64), "answers/lengths": lengths}
+        return scales | first | {"answers/ids": pack(self._answers, torch.int64), "answers/lengths": lengths}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        if not state:
+        if self._quantiser is not None:
+            prefix = "scales/"
+            self._quantiser.load_state({n.removeprefix(prefix): state[n] for n in state if n.startswith(prefix)})
+        if "answers/ids" not in state:
             return
-        self._first = Canary(**{field.name: state[f"first/{field.name}"] for field in fields(Canary)})
+        kept = {field.name: state.get(f"first/{field.name}", state["first/pi"]) for field in fields(Canary)}
+        self._first = Canary(**kept)  # runs from before `expected` was kept go on without it
         self._answers = [ids.tolist() for ids in state["answers/ids"].split(state["answers/lengths"].tolist())]
+
+    def _calibrate(self) -> None:
+        """Ranges of activations, from the learner's own answers: at the first delivery the sampler has none to give."""
+        if not self._answers:
+            answers = own_answers(self.policy, self._prompts, self._answering, self._context)
+            self._answers = [answers.response(row).tolist() for row in range(len(answers))]
+        with self._quantiser.calibrate(self.policy.model):
+            self.policy.score(Rollouts.from_lists(self._prompts, self._answers))
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -149,10 +178,11 @@ class Delivery:
         difference = float(canary.prob_diff.mean())
         metrics = {"delivery/canary_kl": decoded_kl, "delivery/canary_prob_diff": difference}
         if self._first is None:
-            if difference > _ABSURD:
+            rounding = float((canary.pi.exp() - canary.expected.exp()).abs().mean())
+            if difference > _ABSURD + 2 * rounding:
                 raise DeliveryError(
                     f"sampler and learner disagree before training: mean |pi - mu| {difference:.3f} on the canary batch, "
-                    f"where {self.sampler.engine} should show about 0.01 or less. The first delivery did not land, or the "
+                    f"where {self.sampler.engine} should show about {max(rounding, 0.01):.2f} or less. The first delivery did not land, or the "
                     "engine does not implement this architecture as transformers does"
                 )
             self._first = self._moved = canary
@@ -177,14 +207,15 @@ class Delivery:
         mu = self.sampler.score(fixed)
         pi = self.policy.score(Rollouts.concat([fixed, decoded]))[0]
         log_rho, pi = pi[fixed.tokens :] - decoded.sampler_logprobs, pi[: fixed.tokens]
-        p = pi.exp()
-        if self._quantised:
-            with simulated_int8(self.policy.model):
-                spread = (p - self.policy.score(fixed)[0].exp()).abs()
+        p, expected = pi.exp(), pi.clone()  # a copy, because checkpoints take no two names for one memory
+        if self._quantiser is not None:
+            with self._quantiser.simulated(self.policy.model):
+                expected = self.policy.score(fixed)[0]
+            spread = (p - expected.exp()).abs()
         else:
             spread = p * (1 - p)
         scale_B = segment_sum(spread, fixed.offsets) / fixed.lengths
-        return Canary(mu, pi, fixed.offsets, scale_B), float((log_rho.exp() - 1 - log_rho).mean())
+        return Canary(mu, pi, expected, fixed.offsets, scale_B), float((log_rho.exp() - 1 - log_rho).mean())
 
     def _check_movement(self, canary: Canary, version: int) -> float | None:
         """The share of the learner's change since step 0 that the sampler shows, once that can be told."""
@@ -202,9 +233,9 @@ class Delivery:
         power, null = float(pi_change.square().sum()), float((first.pi - first.mu)[seen].square().sum())
         if power <= _POWER * null:
             return None
-        slope = float((mu_change * pi_change).sum()) / power
-        error = float(((mu_change - slope * pi_change) * pi_change).square().sum().sqrt()) / power
-        if slope + 4 * error < _ARRIVED:
+        slope, error = _slope(mu_change, pi_change)
+        expected, expected_error = _slope((canary.expected - first.expected)[seen], pi_change)
+        if slope + 4 * error < min(_ARRIVED, expected - 4 * expected_error):
             raise DeliveryError(
                 f"version {version} did not land: since step 0 the sampler moved by {slope:.0%} (+-{error:.0%}) of what the "
                 "learner moved on the canary batch. Weights are stale, or many of them are never delivered"
@@ -231,6 +262,35 @@ class Delivery:
                 "computed under older weights are still in use; the sampler must reset its cache when weights are loaded"
             )
         return difference
+
+
+def own_answers(policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling, context: int) -> Rollouts:
+    """What the learner itself answers, by the reference engine; what static activation scales are calibrated on."""
+    training = policy.model.training
+    policy.model.eval()  # with gradient checkpointing, transformers keeps no cache in training mode
+    try:
+        return TransformersSampler(policy.model, "bf16", context=context).generate(prompts, sampling)
+    finally:
+        policy.model.train(training)
+
+
+def load_once(
+    policy: Policy, sampler: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, context: int
+) -> None:
+    """The policy's weights into a sampler that is to be measured, not trained with: version 0. Static activation scales are
+    calibrated on the learner's own answers to the first of `prompts`."""
+    if sampler.quantiser is not None and sampler.quantiser.needs_calibration:
+        answers = own_answers(policy, prompts[:32], replace(sampling, n=1), context)
+        with sampler.quantiser.calibrate(policy.model):
+            policy.score(answers)
+    sampler.load(policy.weights(), 0)
+
+
+def _slope(change: Tensor, cause: Tensor) -> tuple[float, float]:
+    """Of `change` on `cause` through the origin, with its standard error."""
+    power = float(cause.square().sum())
+    slope = float((change * cause).sum()) / power
+    return slope, float(((change - slope * cause) * cause).square().sum().sqrt()) / power
 
 
 def _stretch(prompts: Sequence[Sequence[int]], start: int, length: int) -> list[int]:

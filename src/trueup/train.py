@@ -53,7 +53,7 @@ class Trainer:
     def train(self) -> dict:
         """All remaining steps. Returns the run's summary. SIGINT and SIGTERM end it after the step's write."""
         config = self.config
-        first = self.delivery.deliver(self.version)
+        first = self._deliver()
         self.console.say(
             f"{config.sampler.spec} holds the learner's weights: canary KL {first.get('delivery/canary_kl', 0):.1e}"
         )
@@ -74,7 +74,7 @@ class Trainer:
                 metrics |= scored | updated | self.statistics(batch)
                 if self.step % config.delivery.every == 0:
                     self.version = self.step
-                    metrics |= self.delivery.deliver(self.version)
+                    metrics |= self._deliver()
                 metrics |= self._pace(batch.rollouts.tokens, time.perf_counter() - begin)
                 saved = self._write(metrics, batch.rollouts) or saved
             if saved != self.step:  # stopped between checkpoints
@@ -89,7 +89,7 @@ class Trainer:
     def statistics(self, batch: Batch) -> dict[str, float]:
         """The mismatch before any correction, and where the sampler's weights stood."""
         rollouts = batch.rollouts
-        rollouts.learner_version[:] = self.step - 1  # scored before this step's update
+        rollouts.learner_version[:] = self.version  # scored with the weights that were delivered
         begin = time.perf_counter()
         found = measure(
             rollouts.sampler_logprobs, rollouts.learner_logprobs, rollouts.offsets, rollouts.loss_mask, batch.entropy
@@ -102,6 +102,11 @@ class Trainer:
         }
 
     # --- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> dict[str, float]:
+        if self.config.delivery.every > 1:
+            self.learner.keep_delivered()
+        return self.delivery.deliver(self.version)
 
     def evaluate(self) -> float:
         if self.config.log.eval_by == "sampler":
@@ -166,6 +171,7 @@ class Trainer:
                 gpu_memory=sampler.gpu_memory,
                 max_sequences=sampler.max_sequences,
                 seed=self.config.seed,
+                activation_range=sampler.activation_range,
             )
         self.console.say(f"starting {sampler.spec}")
         return open_sampler(sampler.spec, resolve(self.config.model), context=self.context, **options)
@@ -180,6 +186,7 @@ class Trainer:
             stop_token_ids=self.stops,
             tokens=settings.canary_tokens,
             prove=settings.prove,
+            frozen_scales=settings.scales == "frozen",
         )
         delivery.load_state(self._delivery_state)
         return delivery

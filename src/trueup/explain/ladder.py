@@ -1,15 +1,15 @@
 """The live ladder: the same tokens scored on every rung between the learner and what the engine logged.
 
-    learner bf16 -> float32 -> simulated int8 -> engine prefill -> engine decode
-          learner precision  quantisation   kernels       decode and cache
+    learner bf16 -> float32 -> simulated quantisation -> engine prefill -> engine decode
+          learner precision  quantisation         kernels       decode and cache
 
-The int8 rung is there for int8 samplers only. Each step is a difference of log-probs, d_i = upper rung - lower rung, and
+The simulated rung is there for quantised samplers only. Each step is a difference of log-probs, d_i = upper rung - lower rung, and
 they add up to D = log mu - log pi exactly. A step's share of the gap is mean(d_i D) / mean(D^2). Shares add up to 1, are
 negative where a step undoes another, and are shares of the KL as long as differences are small: KL(mu||pi) is then
 mean(D^2) / 2.
 
-Two nulls stand beside the steps. `null`: the engine's prefill in two batch compositions. `rounding`, for int8: simulated int8
-with two attention kernels. Rounding activations to int8 turns a difference in the last bit into another code, which the
+Two nulls stand beside the steps. `null`: the engine's prefill in two batch compositions. `rounding`, where activations are
+int8 too: simulated int8 with two attention kernels. Rounding activations to int8 turns a difference in the last bit into another code, which the
 later layers multiply: two runs of the same int8 arithmetic then share the weights' error and differ in the activations'. Half
 of the mean squared difference is what one run holds of that, and shows in the ladder as `kernels`: up to this size, kernels
 are int8's doing.
@@ -25,13 +25,12 @@ from torch import Tensor
 
 from trueup.learner.model import Policy, best_tokens, load_causal_lm
 from trueup.mismatch import measure
-from trueup.quantize import simulated_int8
 from trueup.rollouts import Rollouts, segment_ids, segment_sum, token_rows
 from trueup.samplers.base import Sampler
 
 _STEP_TO = {
     "fp32": "learner precision",
-    "int8 simulated": "quantisation",
+    "simulated": "quantisation",
     "prefill": "kernels",
     "decode": "decode and cache",
 }
@@ -72,7 +71,7 @@ class Ladder:
     null_high: float
     """95% interval of that share over responses."""
     rounding_share: float | None
-    """int8 only: half of the mean squared difference of two int8 simulations that sum in another order, as a share of
+    """int8 activations only: half of the mean squared difference of two int8 simulations that sum in another order, as a share of
     mean(D^2): the part of `kernels` that comes with int8."""
     rounding_low: float | None
     rounding_high: float | None
@@ -100,22 +99,22 @@ def climb(model: str, sampler: Sampler, rollouts: Rollouts, device: str = "cpu",
         raise ValueError(
             "the ladder needs rollouts at temperature 1, top_p 1, top_k -1, min_p 0: a prefill knows no other"
         )
-    int8 = sampler.engine.endswith("int8")
+    quantiser = sampler.quantiser
     learner = Policy(load_causal_lm(model, "bf16", device=device), token_budget)
     rungs = {"bf16": learner.score(rollouts)[0]}
     differs_N = best_tokens(learner, rollouts) != sampler.best_tokens(rollouts)
     twice = None
-    if int8:
-        with simulated_int8(learner.model):
+    if quantiser is not None and quantiser.scheme.activations:
+        with quantiser.simulated(learner.model):
             twice = [learner.score(rollouts)[0]]
             learner.model.set_attn_implementation("eager")
             twice.append(learner.score(rollouts)[0])
     del learner  # before the float32 copy comes
     exact = Policy(load_causal_lm(model, "fp32", device=device), token_budget)
     rungs["fp32"] = exact.score(rollouts)[0]
-    if int8:
-        with simulated_int8(exact.model):
-            rungs["int8 simulated"] = exact.score(rollouts)[0]
+    if quantiser is not None:
+        with quantiser.simulated(exact.model):
+            rungs["simulated"] = exact.score(rollouts)[0]
     rungs["prefill"] = sampler.score(rollouts)
     rungs["decode"] = rollouts.sampler_logprobs
     # Another composition of the batch: the rows in reverse, in two halves.

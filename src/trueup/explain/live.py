@@ -20,6 +20,7 @@ from trueup.explain.ladder import Ladder, climb, context, text_around
 from trueup.learner.model import Policy, load_causal_lm, load_tokenizer, resolve, stop_token_ids
 from trueup.rollouts import Rollouts
 from trueup.samplers import Sampling, open_sampler, parse_spec, require_vllm
+from trueup.sync import load_once
 from trueup.tasks import load_task
 from trueup.tasks.prompts import encode_prompt
 
@@ -68,8 +69,9 @@ def measure_model(
     measured = []
     for spec in specs:
         say(f"{spec}: starting")
-        sampler = open_sampler(spec, resolve(model), context=max(map(len, asked)) + max_tokens)
-        sampler.load(learner.weights(), 0)
+        longest = max(map(len, asked)) + max_tokens
+        sampler = open_sampler(spec, resolve(model), context=longest)
+        load_once(learner, sampler, asked, sampling, longest)
         say(f"{spec}: sampling {len(asked)} prompts x {samples}")
         rollouts = sampler.generate(asked, sampling)
         say(f"{spec}: scoring {rollouts.tokens} tokens on every rung")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -20,11 +21,12 @@ from trueup.advantages import (
     whiten,
 )
 from trueup.config import RunConfig
-from trueup.correction import add_counts, correct, fractions
+from trueup.correction import correct
 from trueup.learner.critic import Critic
 from trueup.learner.model import Policy, load_causal_lm, micro_batches
 from trueup.learner.optimizer import MasterAdamW
-from trueup.objectives import explained_variance, kl_penalty, policy_loss, policy_stats, token_weights, value_loss
+from trueup.learner.totals import Totals
+from trueup.objectives import explained_variance, kl_penalty, policy_loss, token_weights, value_loss
 from trueup.rollouts import Rollouts, token_rows
 
 
@@ -43,11 +45,13 @@ class Batch:
     """Of the model that training started from; None without a KL penalty."""
     entropy: Tensor | None = None
     """Of the learner's distribution at each token, at the weights of pi_old."""
+    stale: bool = False
+    """Whether pi_old is of older weights than the policy's: the sampler's were delivered some updates ago."""
 
     def rows(self, index: Tensor) -> Batch:
         tokens = token_rows(self.rollouts.offsets, index)
         picked = {}
-        for name in (field.name for field in fields(self) if field.name != "rollouts"):
+        for name in (field.name for field in fields(self) if field.name not in ("rollouts", "stale")):
             column = getattr(self, name)
             picked[name] = None if column is None else column[tokens]
         return replace(self, rollouts=self.rollouts.rows(index), **picked)
@@ -69,6 +73,8 @@ class Learner:
         model.train()  # gradient checkpointing works in no other mode; there is no dropout
         self.optimizer = MasterAdamW(model, learner, updates)
         self.critic = self.critic_optimizer = self.reference = None
+        self._delivered: list[Tensor] | None = None
+        self._updated_since = False  # whether the policy has moved on from `_delivered`
         if config.advantage.kind == "gae":
             body = load_causal_lm(config.critic.model or config.model, *settings).base_model
             if learner.gradient_checkpointing:
@@ -80,12 +86,40 @@ class Learner:
             reference = load_causal_lm(config.model, *settings).requires_grad_(False)
             self.reference = Policy(reference, learner.token_budget, learner.chunk)
 
+    def keep_delivered(self) -> None:
+        """Copy the policy's weights, which go to the sampler now: rollouts that are sampled with them are scored with them,
+        however many updates later. Without a call there is no copy, and rollouts are scored with the weights of the moment."""
+        weights = [weight.data for weight in self.policy.model.parameters()]
+        if self._delivered is None:
+            self._delivered = [weight.clone() for weight in weights]
+        else:
+            torch._foreach_copy_(self._delivered, weights)
+        self._updated_since = False
+
+    @contextmanager
+    def _as_delivered(self) -> Iterator[None]:
+        """Within the block the policy has the weights that were delivered last."""
+        if not (self._updated_since and self._delivered):
+            yield
+            return
+        parameters = list(self.policy.model.parameters())
+        current = [parameter.data for parameter in parameters]
+        try:
+            for parameter, delivered in zip(parameters, self._delivered):
+                parameter.data = delivered
+            yield
+        finally:
+            for parameter, weight in zip(parameters, current):
+                parameter.data = weight
+
     def prepare(self, rollouts: Rollouts) -> tuple[Batch, dict[str, float]]:
         """Score the rollouts where needed and turn rewards into advantages; also `time/logprobs`."""
         start = time.perf_counter()
-        batch = Batch(rollouts, advantages=torch.empty(0))
-        if not self.config.strictly_on_policy:
-            rollouts.learner_logprobs, batch.entropy = self.policy.score(rollouts)
+        stale = self._delivered is not None and self._updated_since
+        batch = Batch(rollouts, advantages=torch.empty(0), stale=stale)
+        if stale or not self.config.strictly_on_policy:
+            with self._as_delivered():
+                rollouts.learner_logprobs, batch.entropy = self.policy.score(rollouts)
         if self.reference is not None:
             batch.reference_logprobs, _ = self.reference.score(rollouts)
         if self.critic is not None:
@@ -123,10 +157,11 @@ class Learner:
     def update(self, batch: Batch, generator: torch.Generator, learn_policy: bool = True) -> dict[str, float]:
         """All epochs and minibatches over one batch. Fills `learner_logprobs` and `entropy` where they were missing.
 
-        learn_policy: false while only the critic warms up. Returns `policy/`, `critic/`, `correction/` and `time/` metrics.
+        learn_policy: false while only the critic warms up. Returns `policy/`, `critic/`, `correction/`, `staleness/` and
+        `time/` metrics.
         """
         start = time.perf_counter()
-        totals = _Totals()
+        totals = Totals()
         if batch.rollouts.learner_logprobs is None and not learn_policy:
             batch.rollouts.learner_logprobs, batch.entropy = self.policy.score(batch.rollouts)
         for _ in range(self.config.batch.epochs):
@@ -136,74 +171,33 @@ class Learner:
                     self._update_policy(batch, index, totals)
                 if self.critic is not None:
                     self._update_critic(batch, index, totals)
-        metrics = totals.metrics()
+        metrics = {"staleness/kl": 0.0} | totals.metrics()
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(
                 batch.values, batch.returns, batch.rollouts.loss_mask
             )
         return metrics | {"time/update": time.perf_counter() - start}
 
-    def _update_policy(self, batch: Batch, index: Tensor, totals: _Totals) -> None:
-        config, objective = self.config, self.config.objective
+    def _update_policy(self, batch: Batch, index: Tensor, totals: Totals) -> None:
+        """One update by the rows in `index`: gradients of the summed losses, divided by the summed denominators."""
         fresh = batch.rollouts.learner_logprobs is None or batch.entropy is None
         if fresh:
             seen_logprobs, seen_entropy = torch.empty(batch.rollouts.tokens), torch.empty(batch.rollouts.tokens)
+        first = batch.stale and not totals.objective  # the policy has not moved yet in this step
         loss_sum = denominator = kept = 0.0
-        for rows in micro_batches(batch.rollouts.rows(index), config.learner.token_budget):
+        for rows in micro_batches(batch.rollouts.rows(index), self.config.learner.token_budget):
             part = batch.rows(index[rows])
-            rollouts = part.rollouts
-            logprobs_N, entropy_N = self.policy(rollouts)
-            pi_old_N = logprobs_N.detach() if rollouts.learner_logprobs is None else rollouts.learner_logprobs
+            logprobs_N, entropy_N = self.policy(part.rollouts)
             if fresh:
                 tokens = token_rows(batch.rollouts.offsets, index[rows])
                 seen_logprobs[tokens], seen_entropy[tokens] = logprobs_N.detach(), entropy_N.detach()
-            begin = time.perf_counter()
-            corrected = correct(
-                config.correction,
-                rollouts.sampler_logprobs,
-                pi_old_N,
-                rollouts.offsets,
-                rollouts.loss_mask,
-                part.advantages,
-            )
-            totals.seconds += time.perf_counter() - begin
-            totals.corrections.append(corrected.counts)
-            anchor_N = pi_old_N
-            if config.correction.anchor == "sampler":
-                anchor_N = torch.where(corrected.valid_N, rollouts.sampler_logprobs, logprobs_N.detach())
-            loss_N, sums = policy_loss(
-                objective,
-                logprobs_N,
-                anchor_N,
-                part.advantages,
-                corrected.weights_N,
-                rollouts.offsets,
-                corrected.keep_N,
-            )
-            if objective.kl_coefficient:
-                penalty_N = kl_penalty(logprobs_N, part.reference_logprobs, objective.kl_estimator)
-                loss_N = loss_N + objective.kl_coefficient * penalty_N
-                totals.add(
-                    "policy/kl_reference",
-                    float((penalty_N.detach() * corrected.keep_N).sum()),
-                    int(corrected.keep_N.sum()),
-                )
-            if objective.entropy_coefficient:
-                loss_N = loss_N - objective.entropy_coefficient * entropy_N
-            weight_N, share = token_weights(
-                objective.aggregation,
-                corrected.keep_N,
-                corrected.valid_N,
-                rollouts.offsets,
-                config.correction.dropped_in_denominator,
-                config.batch.response_length,
-            )
-            loss = (weight_N * loss_N).sum()
+            if first:
+                totals.add_staleness(logprobs_N.detach(), part.rollouts)
+            loss, share, kept_here = self._policy_loss(part, logprobs_N, entropy_N, totals)
             loss.backward()
             loss_sum += float(loss.detach())
             denominator += share
-            kept += corrected.counts["kept"]
-            totals.objective.append({name: float(value) for name, value in sums.items()})
+            kept += kept_here
         if fresh:
             batch.rollouts.learner_logprobs, batch.entropy = seen_logprobs, seen_entropy
         if not kept:  # every response was rejected: there is nothing to learn from, and Adam's momentum is no reason
@@ -211,12 +205,60 @@ class Learner:
             totals.skipped += 1
             return
         norm = self.optimizer.step(denominator)
+        self._updated_since = True
         totals.skipped += norm is None
         totals.add("policy/loss", loss_sum / denominator)
         if norm is not None:
             totals.add("policy/grad_norm", norm)
 
-    def _update_critic(self, batch: Batch, index: Tensor, totals: _Totals) -> None:
+    def _policy_loss(
+        self, part: Batch, logprobs_N: Tensor, entropy_N: Tensor, totals: Totals
+    ) -> tuple[Tensor, float, float]:
+        """Correction and objective of one micro-batch: (summed loss, its denominator, tokens kept)."""
+        config, objective, rollouts = self.config, self.config.objective, part.rollouts
+        pi_old_N = logprobs_N.detach() if rollouts.learner_logprobs is None else rollouts.learner_logprobs
+        begin = time.perf_counter()
+        corrected = correct(
+            config.correction,
+            rollouts.sampler_logprobs,
+            pi_old_N,
+            rollouts.offsets,
+            rollouts.loss_mask,
+            part.advantages,
+        )
+        totals.seconds += time.perf_counter() - begin
+        totals.corrections.append(corrected.counts)
+        anchor_N = pi_old_N
+        if config.correction.anchor == "sampler":
+            anchor_N = torch.where(corrected.valid_N, rollouts.sampler_logprobs, logprobs_N.detach())
+        loss_N, sums = policy_loss(
+            objective,
+            logprobs_N,
+            anchor_N,
+            part.advantages,
+            corrected.weights_N,
+            rollouts.offsets,
+            corrected.keep_N,
+        )
+        totals.objective.append({name: float(value) for name, value in sums.items()})
+        if objective.kl_coefficient:
+            penalty_N = kl_penalty(logprobs_N, part.reference_logprobs, objective.kl_estimator)
+            loss_N = loss_N + objective.kl_coefficient * penalty_N
+            kept_N = corrected.keep_N
+            totals.add("policy/kl_reference", float((penalty_N.detach() * kept_N).sum()), int(kept_N.sum()))
+        if objective.entropy_coefficient:
+            loss_N = loss_N - objective.entropy_coefficient * entropy_N
+        weight_N, share = token_weights(
+            objective.aggregation,
+            corrected.keep_N,
+            corrected.valid_N,
+            rollouts.offsets,
+            config.correction.dropped_in_denominator,
+            config.batch.response_length,
+        )
+        return (weight_N * loss_N).sum(), share, corrected.counts["kept"]
+
+    def _update_critic(self, batch: Batch, index: Tensor, totals: Totals) -> None:
         loss_sum = count = 0.0
         for rows in micro_batches(batch.rollouts.rows(index), self.config.learner.token_budget):
             part = batch.rows(index[rows])
@@ -251,25 +293,3 @@ class Learner:
             prefix = f"{owner}/"
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             optimizer.load_state(own)
-
-
-class _Totals:
-    """Sums over the micro-batches of all updates of a step."""
-
-    def __init__(self):
-        self.means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self.objective: list[dict[str, float]] = []
-        self.corrections: list[dict[str, float]] = []
-        self.skipped = 0
-        self.seconds = 0.0
-
-    def add(self, name: str, total: float, count: float = 1.0) -> None:
-        self.means[name][0] += total
-        self.means[name][1] += count
-
-    def metrics(self) -> dict[str, float]:
-        found = {name: total / count for name, (total, count) in self.means.items() if count}
-        if self.objective:
-            found |= policy_stats(add_counts(self.objective))
-            found |= fractions(add_counts(self.corrections))
-        return found | {"policy/skipped_updates": float(self.skipped), "time/correction": self.seconds}

@@ -11,7 +11,7 @@ from trueup.report.tokentext import visible
 _ROW, _TOP, _SIDE = 37, 8, 12
 _MEANING = {
     "learner precision": "the learner's bf16, against float32",
-    "quantisation": "int8 weights and activations, simulated",
+    "quantisation": "the sampler's quantisation, simulated",
     "kernels": "the engine's own order of sums",
     "decode and cache": "token by token, not all at once",
 }

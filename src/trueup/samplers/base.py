@@ -9,9 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trueup.quantize import SCHEMES, Quantiser
 from trueup.rollouts import Rollouts
 
-PRECISIONS = {"vllm": ("bf16", "int8"), "transformers": ("bf16", "fp32")}
+PRECISIONS = {"vllm": ("bf16", *SCHEMES), "transformers": ("bf16", "fp32")}
 
 
 class EngineError(RuntimeError):
@@ -65,9 +66,16 @@ class Sampler(Protocol):
     """The learner version of the weights it holds; -1 before the first `load`."""
     prefix_block: int
     """Tokens a prefix-cache block holds; 0 where the engine caches no prefixes."""
+    quantiser: Quantiser | None
+    """What rounds the weights it is given; None where they are taken as they are."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         """`sampling.n` responses a prompt, adjacent rows, group = index of the prompt, log mu as sampled from."""
+        ...
+
+    def generate_with_margins(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[Rollouts, Tensor]:
+        """Greedy responses, and how sure each token was: largest minus second largest log-prob at its position, float32
+        [N]. Raises ValueError at any other temperature than 0: the token drawn need not be the best there."""
         ...
 
     def score(self, rollouts: Rollouts) -> Tensor:
@@ -99,8 +107,12 @@ def parse_spec(spec: str) -> tuple[str, str]:
     if precision not in PRECISIONS[engine]:
         others = [name for name, known in PRECISIONS.items() if precision in known]
         hint = f"; {others[0]}:{precision} has it" if others else ""
-        raise ValueError(f"{engine} cannot run {precision!r}; it runs {' and '.join(PRECISIONS[engine])}{hint}")
+        raise ValueError(f"{engine} cannot run {precision!r}; it runs {_listed(PRECISIONS[engine])}{hint}")
     return engine, precision
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, context: int) -> None:
@@ -113,3 +125,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], sampling: Sampling, context:
                 f"prompt {row} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that is more than the "
                 f"context of {context} that the sampler was started with. Shorten the prompt or ask for fewer tokens"
             )
+
+
+def check_greedy(sampling: Sampling) -> None:
+    """Raise ValueError unless every token is the best one of its position."""
+    if sampling.temperature != 0:
+        raise ValueError(
+            f"temperature={sampling.temperature}: margins are of greedy decoding; set temperature=0, or call generate"
+        )

@@ -26,6 +26,7 @@ class TransformersSampler:
     """Decodes left-padded batches with a key/value cache; log-prob arithmetic in float32, as in the learner."""
 
     prefix_block = 0  # it keeps no prefixes between calls
+    quantiser = None
 
     def __init__(self, model: nn.Module, precision: str, *, context: int, cache_gib: float = 2.0):
         """model: a causal LM, shared with whoever else holds it. cache_gib: keys and values held at one time, GiB."""

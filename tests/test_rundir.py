@@ -83,6 +83,13 @@ def test_somebody_elses_files_are_not_taken_over(tmp_path, leftover):
         RunDirectory.create(tmp_path)
 
 
+def test_a_run_killed_before_it_has_a_configuration_can_be_started_again(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    run.rewind(0)  # what a trainer does first; the configuration comes when everything is loaded
+    run.close()
+    RunDirectory.create(tmp_path / "run").close()
+
+
 def test_a_start_that_fails_leaves_the_folder_free(tmp_path):
     RunDirectory.create(tmp_path / "run").close()  # and then the model was not found
     again = RunDirectory.create(tmp_path / "run")

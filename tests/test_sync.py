@@ -7,7 +7,7 @@ import torch
 
 from trueup.rollouts import Rollouts
 from trueup.samplers import Sampling
-from trueup.sync import Delivery, DeliveryError, own_answers
+from trueup.sync import Canary, Delivery, DeliveryError, own_answers, worsened
 
 SPECS = [
     "transformers:fp32",
@@ -43,6 +43,21 @@ class Faulty:
 
     def load(self, weights, version):
         self._sampler.load(self.change([(name, weight.clone()) for name, weight in weights]), version)
+
+
+def canary(pi: float, error: float) -> Canary:
+    """16 sequences of 8 tokens of probability `pi`, on which the sampler is `error` off, more or less."""
+    off = error * (1 + 0.2 * torch.linspace(-1, 1, 128))
+    logpi, mu = torch.full((128,), pi).log(), (pi - off).log()
+    return Canary(mu, logpi, logpi, torch.arange(0, 129, 8), torch.full((16,), pi * (1 - pi)))
+
+
+def test_rounding_of_a_policy_grown_certain_is_no_missing_part():
+    # at step 0 p (1 - p) is .25, later .001: the same rounding of 1e-4 is 200 times as large relative to that
+    assert worsened(canary(0.5, 1e-4), canary(0.999, 1e-4)) is None
+    assert worsened(canary(0.5, 1e-4), canary(0.999, 9e-4)) > 2  # of a size that matters, it is
+    assert worsened(canary(0.5, 1e-3), canary(0.5, 4e-3)) == pytest.approx(4.5e-3 / 1.5e-3, rel=0.01)
+    assert worsened(canary(0.5, 1e-3), canary(0.5, 1.5e-3)) is None
 
 
 @pytest.fixture(params=SPECS)

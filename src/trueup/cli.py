@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "name the causes of the gap in rollout dumps",
         "trueup explain runs/first/rollouts/*.parquet --gate 'kl<0.01' --gate 'ess>0.5'",
     )
-    explain.add_argument("dumps", nargs="+", metavar="DUMP", help="parquet or JSONL files, folders or globs")
+    explain.add_argument("dumps", nargs="+", metavar="DUMP", help="parquet, JSONL or slime's .pt files, folders or globs")
     explain.add_argument(
         "--columns",
         help="OURS=THEIRS,... or a format (trl, verl, prime-rl, slime, nemo-rl); found by itself where it can be",
@@ -249,13 +249,13 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _study(arguments: argparse.Namespace) -> int:
+    """1 where a run failed, 130 where a signal ended it: the next call continues."""
     from trueup.study import study
+    from trueup.study.words import headline
 
-    results = study(arguments.study, arguments.out, arguments.only, arguments.cores, arguments.page_only)
-    print(json.dumps(results) if arguments.json else f"wrote {results['out']}/index.html, README.md and study.json")
-    if results["stopped_by"]:
-        return 130
-    return int(results["failed"] > 0)
+    found = study(arguments.study, arguments.out, arguments.only, arguments.cores, arguments.page_only)
+    print(json.dumps(found) if arguments.json else f"{headline(found)}\nwrote {found['out']}/index.html and README.md")
+    return 130 if found["stopped_by"] else int(found["failed"] > 0)
 
 
 def _report(arguments: argparse.Namespace) -> int:

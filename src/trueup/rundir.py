@@ -94,8 +94,9 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget metrics and rollouts of steps after `step`: they will be made again."""
-        kept = [json.dumps(row) for row in self.metrics() if row["step"] <= step]
-        write_text(self.metrics_path, "".join(line + "\n" for line in kept))
+        if self.metrics_path.exists():  # a run killed while it starts must leave nothing that looks like a run
+            kept = [json.dumps(row) for row in self.metrics() if row["step"] <= step]
+            write_text(self.metrics_path, "".join(line + "\n" for line in kept))
         for file in (self.path / "rollouts").glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()

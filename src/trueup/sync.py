@@ -190,9 +190,7 @@ class Delivery:
         arrived = self._check_movement(canary, version)
         if arrived is not None:
             metrics["delivery/arrived"] = arrived
-        log_ratio_B = (canary.relative_diff / self._first.relative_diff).log()
-        ratio, error = float(log_ratio_B.mean().exp()), float(log_ratio_B.std()) / len(log_ratio_B) ** 0.5
-        if ratio > 2 and log_ratio_B.mean() > 4 * error:
+        if (ratio := worsened(self._first, canary)) is not None:
             raise DeliveryError(
                 f"part of version {version} did not land: sampler and learner disagree on the canary batch {ratio:.1f} times "
                 f"as much as at step 0. Mean |pi - mu| {difference:.4f}, then {self._first.prob_diff.mean():.4f} "
@@ -262,6 +260,16 @@ class Delivery:
                 "computed under older weights are still in use; the sampler must reset its cache when weights are loaded"
             )
         return difference
+
+
+def worsened(first: Canary, now: Canary) -> float | None:
+    """How many times as much the two sides disagree as at step 0, relative to what the precision does; None while that may
+    be chance, or is too small to matter to anybody: a policy grown certain leaves the scale at 0, but rounding stays."""
+    if now.prob_diff.mean() <= _FLOOR:
+        return None
+    log_ratio_B = (now.relative_diff / first.relative_diff).log()
+    ratio, error = float(log_ratio_B.mean().exp()), float(log_ratio_B.std()) / len(log_ratio_B) ** 0.5
+    return ratio if ratio > 2 and log_ratio_B.mean() > 4 * error else None
 
 
 def own_answers(policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling, context: int) -> Rollouts:

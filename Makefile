@@ -17,7 +17,7 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest -q tests
 
 study-quick: $(VENV)/.ready
-	$(BIN)/trueup study configs/studies/quick.yaml --out runs/quick
+	$(BIN)/trueup study configs/studies/quick.yaml --out runs/study-quick
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests scripts

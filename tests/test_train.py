@@ -298,7 +298,7 @@ def test_print_config_shows_every_field_resolved():
     assert config.seed == 3 and config.advantage.kind == "gae" and config.sampler.precision == "int8"
 
 
-@pytest.mark.parametrize("verb", ["train", "mini"])
+@pytest.mark.parametrize("verb", ["train", "explain", "measure", "eval", "study", "report", "mini"])
 def test_every_verb_has_help_with_an_example(verb):
     done = trueup(verb, "--help")
     assert (

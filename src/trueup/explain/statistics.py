@@ -15,9 +15,11 @@ from trueup.explain.dump import Batch
 
 POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 1 << 40)
 PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
-STEPS_KEPT = 100_000
-"""Steps told apart; a longer run is reported in steps that are merged in pairs."""
-_LOG_RHO_EDGES = np.concatenate([[0], np.logspace(-7, 2, 361)])
+STEPS_KEPT = 8192
+"""Steps told apart; a longer run is reported in pairs of steps, then in fours, and so on."""
+_BINS_AN_OCTAVE_LOG2 = 4
+_SHIFT = 23 - _BINS_AN_OCTAVE_LOG2
+"""The upper bits of a positive float32 are its logarithm, in steps of a sixteenth of an octave: bins of at most 6%."""
 
 
 class ClusteredMean:
@@ -37,6 +39,17 @@ class ClusteredMean:
             self.s[k] += np.bincount(bin_C, sum_C, count)
             self.ss[k] += np.bincount(bin_C, sum_C * sum_C, count)
             self.sn[k] += np.bincount(bin_C, sum_C * n_C, count)
+
+    def merge(self, other: ClusteredMean) -> None:
+        for name in ("n", "nn", "responses", "s", "ss", "sn"):
+            getattr(self, name).__iadd__(getattr(other, name))
+
+    def only(self, i: int) -> ClusteredMean:
+        """One of the bins."""
+        part = ClusteredMean(1, len(self.s))
+        for name in ("n", "nn", "responses", "s", "ss", "sn"):
+            setattr(part, name, getattr(self, name)[..., i : i + 1])
+        return part
 
     def mean(self, k: int, i: int = 0) -> tuple[float, float]:
         """Mean and standard error (NaN below two responses)."""
@@ -60,16 +73,17 @@ class Statistics:
     QUANTITIES = ("k3", "k1", "log_rho_abs", "rho", "prob_diff")
 
     def __init__(self):
-        self.rows = self.tokens = self.missing = self.unequal_rows = self.impossible = 0
+        self.rows = self.tokens = self.missing = self.unequal_rows = self.impossible = self.identical = 0
         self.all = ClusteredMean(1, 5)
         self.position = ClusteredMean(len(POSITION_EDGES) - 1, 5)
         self.length = ClusteredMean(len(POSITION_EDGES) - 1, 5)
         self.probability = ClusteredMean(len(PROBABILITY_EDGES) - 1, 5)
         self.steps: dict[int, ClusteredMean] = {}
-        self.histogram = np.zeros(len(_LOG_RHO_EDGES) - 1, np.int64)
+        self.step_width = 1
+        self.histogram = np.zeros(1 << (31 - _SHIFT), np.int64)
         self.prob_diff_max = self.log_rho_max = 0.0
-        self._token_weights, self._response_weights = _LogSums(), _LogSums()
-        self._position_bin = np.digitize(np.arange(1 << 16), POSITION_EDGES).astype(np.int8) - 1
+        self._rho_squares = 0.0
+        self._response_weights = _LogSums()
 
     def add(self, batch: Batch, known_N: np.ndarray, sampler_N: np.ndarray, learner_N: np.ndarray, row_N: np.ndarray):
         """`known_N` picks the measured tokens of the batch; the other vectors hold only those."""
@@ -80,50 +94,68 @@ class Statistics:
         self.missing += int(batch.mask_N.sum()) - len(sampler_N)
         if len(sampler_N) == 0:
             return
-        rows = len(lengths_B)
-        log_rho_N = learner_N - sampler_N
-        clipped_N = np.minimum(log_rho_N, 80.0)
+        # float64: rho - 1 - log rho loses all its digits near agreement in float32.
+        log_rho_N = learner_N.astype(np.float64)
+        log_rho_N -= sampler_N
+        size_N = np.abs(log_rho_N)
+        self.log_rho_max = max(self.log_rho_max, float(size_N.max()))
+        clipped_N = np.clip(log_rho_N, -300.0, 80.0) if self.log_rho_max > 80 else log_rho_N
         rho_N = np.exp(clipped_N)
-        abs_N = np.abs(log_rho_N)
-        mu_N = np.exp(np.minimum(sampler_N, 0.0))
-        diff_N = np.abs(np.exp(np.minimum(learner_N, 0.0)) - mu_N)
-        # rho - 1 loses all digits near agreement: below 1e-3 the series is exact to float32.
-        k3_N = np.where(abs_N < 1e-3, 0.5 * log_rho_N * log_rho_N, rho_N - 1 - clipped_N)
-        quantities = (k3_N, -log_rho_N, abs_N, rho_N, diff_N)
-        self.impossible += int((sampler_N > 0).sum() + (learner_N > 0).sum())
+        k3_N = rho_N - 1
+        k3_N -= clipped_N
+        if sampler_N.max() > 0 or learner_N.max() > 0:
+            self.impossible += int((sampler_N > 0).sum() + (learner_N > 0).sum())
+            sampler_N, learner_N = np.minimum(sampler_N, 0.0), np.minimum(learner_N, 0.0)
+        mu_N = np.exp(sampler_N)
+        diff_N = np.exp(learner_N)
+        diff_N -= mu_N
+        np.abs(diff_N, out=diff_N)
         self.prob_diff_max = max(self.prob_diff_max, float(diff_N.max()))
-        self.log_rho_max = max(self.log_rho_max, float(abs_N.max()))
-        self.histogram += np.histogram(abs_N, _LOG_RHO_EDGES)[0]
+        self.identical += len(size_N) - int(np.count_nonzero(size_N))
+        self._rho_squares += float(np.dot(rho_N, rho_N))
+        self.histogram += np.bincount(size_N.astype(np.float32).view(np.int32) >> _SHIFT, minlength=len(self.histogram))
 
-        n_B = np.bincount(row_N, minlength=rows)
-        sums = [np.bincount(row_N, values, rows) for values in quantities]
-        filled = n_B > 0
-        n_B, sums = n_B[filled].astype(float), [s[filled] for s in sums]
-        self.all.add(np.zeros(len(n_B), np.int64), n_B, sums)
-        self.length.add(np.digitize(lengths_B[filled], POSITION_EDGES) - 1, n_B, sums)
-        step_B = batch.columns["step"][filled].astype(np.int64)
-        for step in np.unique(step_B):
-            here = step_B == step
-            at = self.steps.setdefault(int(step), ClusteredMean(1, 5)) if len(self.steps) < STEPS_KEPT else self.all
-            if at is not self.all:
-                at.add(np.zeros(int(here.sum()), np.int64), n_B[here], [s[here] for s in sums])
-        position_N = np.arange(batch.offsets[-1]) - np.repeat(batch.offsets[:-1], lengths_B)
-        position_N = position_N[known_N] if len(position_N) != len(sampler_N) else position_N
-        self._cells(self.position, self._position_bin[np.minimum(position_N, (1 << 16) - 1)], row_N, quantities)
-        self._cells(self.probability, _probability_bin(mu_N), row_N, quantities)
-        self._token_weights.add(clipped_N)
+        row_C, bin_C, start_C, n_C = _position_cells(batch.offsets, known_N, len(sampler_N))
+        sums_C = [np.add.reduceat(x, start_C, dtype=np.float64) for x in (k3_N, log_rho_N, size_N, rho_N, diff_N)]
+        np.negative(sums_C[1], out=sums_C[1])  # k1 is -log rho
+        self.position.add(bin_C, n_C, sums_C)
+        self._add_rows(batch, row_C, n_C, sums_C)
+        cell_N = row_N * (len(PROBABILITY_EDGES) - 1)
+        cell_N += _probability_bin(mu_N)
+        self._add_probability(cell_N, k3_N, size_N)
+
+    def _add_rows(self, batch: Batch, row_C: np.ndarray, n_C: np.ndarray, sums_C: list[np.ndarray]) -> None:
+        """What is kept of whole responses, from their cells."""
+        first = np.flatnonzero(np.append(True, row_C[1:] != row_C[:-1]))
+        rows, n_B = row_C[first], np.add.reduceat(n_C, first)
+        sums = [np.add.reduceat(sum_C, first) for sum_C in sums_C]
+        self.all.add(np.zeros(len(rows), np.int64), n_B, sums)
+        self.length.add(np.digitize(batch.lengths[rows], POSITION_EDGES) - 1, n_B, sums)
         self._response_weights.add(-sums[1])
+        step_B = batch.columns["step"][rows].astype(np.int64) // self.step_width * self.step_width
+        steps, at_B = np.unique(step_B, return_inverse=True)
+        together = ClusteredMean(len(steps), 5)
+        together.add(at_B, n_B, sums)
+        for i, step in enumerate(steps.tolist()):
+            self.steps.setdefault(step, ClusteredMean(1, 5)).merge(together.only(i))
+        while len(self.steps) > STEPS_KEPT:
+            self._widen()
 
-    def _cells(self, into: ClusteredMean, bin_N, row_N, quantities) -> None:
-        bins = len(into.n)
-        cell_N = row_N * bins + bin_N
-        cells = (int(row_N[-1]) + 1) * bins
-        n_C = np.bincount(cell_N, minlength=cells)
+    def _widen(self) -> None:
+        self.step_width *= 2
+        merged: dict[int, ClusteredMean] = {}
+        for step, at in self.steps.items():
+            merged.setdefault(step // self.step_width * self.step_width, ClusteredMean(1, 5)).merge(at)
+        self.steps = merged
+
+    def _add_probability(self, cell_N: np.ndarray, k3_N: np.ndarray, size_N: np.ndarray) -> None:
+        bins = len(PROBABILITY_EDGES) - 1
+        n_C = np.bincount(cell_N)
         filled = np.flatnonzero(n_C)
         # The two that are read by bin; the other quantities would only cost time.
-        sums = [np.bincount(cell_N, quantities[k], cells)[filled] for k in (0, 2)]
+        k3_C, size_C = (np.bincount(cell_N, values)[filled] for values in (k3_N, size_N))
         zero = np.zeros(len(filled))
-        into.add(filled % bins, n_C[filled].astype(float), [sums[0], zero, sums[1], zero, zero])
+        self.probability.add(filled % bins, n_C[filled].astype(float), [k3_C, zero, size_C, zero, zero])
 
     def quantile(self, q: float) -> float:
         """Of |log rho|, to the width of a histogram bin (6%)."""
@@ -131,7 +163,10 @@ class Statistics:
         if cumulative[-1] == 0:
             return math.nan
         i = int(np.searchsorted(cumulative, q * cumulative[-1]))
-        return float(_LOG_RHO_EDGES[min(i + 1, len(_LOG_RHO_EDGES) - 1)])
+        return float(np.array((i + 1) << _SHIFT, np.int32).view(np.float32)) if i else 0.0
+
+    def _ess_token(self) -> float:
+        return self.all.s[3, 0] ** 2 / (self.tokens * self._rho_squares) if self.tokens else 1.0
 
     def as_dict(self) -> dict:
         intervals = {name: self.all.interval(k) for k, name in enumerate(self.QUANTITIES)}
@@ -142,6 +177,7 @@ class Statistics:
             "missing_fraction": self.missing / scored if scored else 0.0,
             "rows_with_unequal_lengths": self.unequal_rows,
             "impossible_logprobs": self.impossible,
+            "identical_fraction": self.identical / self.tokens if self.tokens else 0.0,
             "kl_k3": intervals["k3"],
             "kl_k1": intervals["k1"],
             "log_rho_abs": intervals["log_rho_abs"],
@@ -151,7 +187,7 @@ class Statistics:
             "rho": intervals["rho"],
             "prob_diff": intervals["prob_diff"],
             "prob_diff_max": self.prob_diff_max,
-            "ess_token": self._token_weights.ess(),
+            "ess_token": self._ess_token(),
             "ess_sequence": self._response_weights.ess(),
             "by_step": [{"step": s, **self._bin(at, 0)} for s, at in sorted(self.steps.items())],
             "by_position": self._table(self.position, POSITION_EDGES),
@@ -187,11 +223,28 @@ class _LogSums:
 
 _BIN_OF_PERMILLE = np.digitize((np.arange(10001) + 0.5) / 10000, PROBABILITY_EDGES).astype(np.int8) - 1
 _BIN_OF_PERMILLE[-1] = len(PROBABILITY_EDGES) - 2
+_EDGES = np.array(POSITION_EDGES[:-1])
 
 
 def _probability_bin(mu_N: np.ndarray) -> np.ndarray:
     """By table: all edges are multiples of 1e-4."""
     return _BIN_OF_PERMILLE[(mu_N * 10000).astype(np.int16)]
+
+
+def _position_cells(
+    offsets: np.ndarray, known_N: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cells (response, position bin) that hold measured tokens, in order -> row, bin, first measured token, tokens.
+
+    Positions grow along a response, so a cell is a stretch of the packed vectors and its sums need no scatter.
+    """
+    row_C, bin_C = np.nonzero(np.diff(offsets)[:, None] > _EDGES)
+    start_C = offsets[row_C] + _EDGES[bin_C]
+    if count != len(known_N):  # positions are those of all tokens, sums are over the measured ones
+        start_C = np.concatenate([[0], np.cumsum(known_N)])[start_C]
+    n_C = np.diff(np.append(start_C, count))
+    filled = n_C > 0
+    return row_C[filled], bin_C[filled], start_C[filled], n_C[filled].astype(float)
 
 
 def _finite(value):

@@ -13,11 +13,13 @@ EXAMPLES = {
     "gsm8k": "gsm8k:path/to/folder",
     "reasoning_gym": "reasoning_gym:countdown",
     "jsonl": "jsonl:train.jsonl,heldout=test.jsonl",
+    "choice": "choice:path/to/rows.jsonl",
 }
 
 
 def load_task(spec: str, seed: int = 0, heldout: int | None = None) -> Task:
-    """The task that `spec` names: `sums`, `gsm8k`, `gsm8k:PATH`, `reasoning_gym:DATASET` or `jsonl:PATH`.
+    """The task that `spec` names: `sums`, `gsm8k`, `gsm8k:PATH`, `reasoning_gym:DATASET`, `jsonl:PATH`, or for
+    evaluation alone `choice:PATH`.
 
     seed: which problems a generated task draws. Stored data does not depend on it: ordering rows is the reader's part.
     heldout: at most this many held-out rows, the first ones. None: all there are; generated tasks have a default.
@@ -40,6 +42,10 @@ def load_task(spec: str, seed: int = 0, heldout: int | None = None) -> Task:
         return from_spec(spec, seed=seed, heldout=256 if heldout is None else heldout)
     if name == "jsonl":
         from trueup.tasks.jsonl import from_spec
+
+        return from_spec(spec, heldout=heldout)
+    if name == "choice":
+        from trueup.tasks.choice import from_spec
 
         return from_spec(spec, heldout=heldout)
     near = get_close_matches(name, EXAMPLES, n=1, cutoff=0.4)

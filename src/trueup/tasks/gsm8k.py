@@ -29,9 +29,9 @@ class Gsm8k:
         heldout: at most this many held-out rows, the first ones; None: all.
         """
         if path is None:
-            train, held = (_problems(rows) for rows in _from_hub())
+            train, held = (gsm8k_problems(rows) for rows in _from_hub())
         elif Path(path).expanduser().is_file():
-            train, held = split_by_prompt(_problems(read_rows(path)), path)
+            train, held = split_by_prompt(gsm8k_problems(read_rows(path)), path)
         else:
             folder = Path(path).expanduser()
             files = [folder / "train.jsonl", folder / "test.jsonl"]
@@ -40,7 +40,7 @@ class Gsm8k:
                     f"gsm8k:{path}: no {' and no '.join(missing)}; expected a folder that holds train.jsonl and "
                     "test.jsonl, or one .jsonl file"
                 )
-            train, held = (_problems(read_rows(file)) for file in files)
+            train, held = (gsm8k_problems(read_rows(file)) for file in files)
         self.train, self.heldout = train, held[:heldout]
 
     def score(self, problem: Problem, response: str) -> float:
@@ -48,8 +48,13 @@ class Gsm8k:
         answer = read_number(hashed_answer(response) or "")
         return float(answer is not None and answer == read_number(problem.answer))
 
+    def extract(self, response: str) -> str | None:
+        """The answer that `score` judges: what follows the last `####`."""
+        return hashed_answer(response)
 
-def _problems(rows: Iterable[tuple[str, dict]]) -> list[Problem]:
+
+def gsm8k_problems(rows: Iterable[tuple[str, dict]]) -> list[Problem]:
+    """Rows of GSM8K with where they stand -> problems, the bare question kept beside the prompt."""
     problems = []
     for where, row in rows:
         question, solution = row.get("question"), row.get("answer")
@@ -60,7 +65,7 @@ def _problems(rows: Iterable[tuple[str, dict]]) -> list[Problem]:
             raise ValueError(
                 f"{where}: the answer ends in {solution[-60:]!r}; expected #### and a number on its last line"
             )
-        problems.append(Problem(f"{question.strip()}\n\n{INSTRUCTION}", answer))
+        problems.append(Problem(f"{question.strip()}\n\n{INSTRUCTION}", answer, {"question": question.strip()}))
     if not problems:
         raise ValueError("gsm8k: no rows; expected one JSON object with question and answer a line")
     return problems

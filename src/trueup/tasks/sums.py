@@ -97,8 +97,12 @@ class Sums:
 
     def score(self, problem: Problem, response: str) -> float:
         """1.0 if exactly one `#` is there, with exactly the right number after it and nothing else; 0.0 otherwise."""
+        return float(self.extract(response) == problem.answer)
+
+    def extract(self, response: str) -> str | None:
+        """The answer that `score` judges; None where the response is not of its form."""
         match = FINAL.fullmatch(response)
-        return float(match is not None and match[1] == problem.answer)
+        return match[1] if match else None
 
 
 def from_spec(spec: str, seed: int = 0, heldout: int = 512) -> Sums:

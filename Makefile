@@ -20,8 +20,8 @@ study-quick: $(VENV)/.ready
 	$(BIN)/trueup study configs/studies/quick.yaml --out runs/study-quick
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests scripts
-	$(BIN)/ruff format --check src tests scripts
+	$(BIN)/ruff check src tests scripts bench
+	$(BIN)/ruff format --check src tests scripts bench
 
 peers: bench/peers/.venv/.ready
 	PYTHONPATH=src bench/peers/.venv/bin/python bench/peers/compare.py

@@ -73,6 +73,33 @@ def test_a_fault_of_a_real_engine_is_named(name, cause):
     assert any(found["cause"] in FLOORS for found in verdict["causes"])
 
 
+def test_several_engines_in_one_dump_are_no_replicas_with_other_weights(tmp_path):
+    bf16, int8 = slice_of("healthy-bf16"), slice_of("healthy-int8")
+    both = pa.concat_tables([bf16, int8.select(bf16.column_names).cast(bf16.schema)])
+    verdict = verdict_of(both, tmp_path / "both.parquet")
+    assert verdict["healthy"] and named(verdict) == []
+    where = {cause["cause"]: cause["where"] for cause in verdict["causes"]}
+    assert where["precision"].startswith("vllm:bf16: ") and where["quantised"].startswith("vllm:int8: ")
+    assert sum(cause["share"] for cause in verdict["causes"]) == pytest.approx(1, abs=1e-3)
+    rows = {cause["cause"]: cause["rows"] for cause in verdict["causes"]}
+    assert rows["quantised"] == list(range(len(bf16), len(both)))
+
+
+def test_a_fault_of_one_engine_is_named_beside_a_healthy_one(tmp_path):
+    bf16, int8 = slice_of("healthy-bf16"), slice_of("healthy-int8")
+    shifted = with_values(int8, "sampler_logprobs", [row[1:] + row[:1] for row in int8["sampler_logprobs"].to_pylist()])
+    both = pa.concat_tables([bf16, shifted.select(bf16.column_names).cast(bf16.schema)])
+    verdict = verdict_of(both, tmp_path / "both.parquet")
+    assert named(verdict)[0] == "misaligned" and verdict["causes"][0]["where"].startswith("vllm:int8: ")
+
+
+def test_a_copy_is_said_to_be_one(tmp_path):
+    table = slice_of("healthy-bf16")
+    copied = with_values(table, "learner_logprobs", table["sampler_logprobs"].to_pylist())
+    (cause,) = verdict_of(copied, tmp_path / "copied.parquet")["causes"]
+    assert cause["cause"] == "precision" and "nothing was recomputed" in cause["evidence"]
+
+
 def test_a_shift_in_some_rows_names_exactly_these_rows(tmp_path):
     table = slice_of("healthy-bf16")
     rows = table["sampler_logprobs"].to_pylist()

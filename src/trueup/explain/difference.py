@@ -6,46 +6,26 @@ import math
 
 import numpy as np
 
-from trueup.explain.distribution import fit_line
+from trueup.explain.distribution import residual_gap
 from trueup.explain.finding import Finding
 from trueup.explain.floor import NORMAL, excess_share, floor_name
+from trueup.explain.responses import Rows, growth, two_kinds
 from trueup.explain.sample import Sample
-from trueup.explain.significance import clustered_z, normal_tail, robust_scale, two_groups
+from trueup.explain.shape import chance_of_prompt, describe_shape, favoured
+from trueup.explain.significance import clustered_test, normal_tail, robust_scale
 from trueup.explain.where import describe
 
-WHITE = 0.10
-"""Lag-1 correlation of the gap that noise of kernels and quantisation stays below (measured: .00 to .05)."""
-TAILS = 9.5
+WHITE = {"precision": 0.04, "quantised": 0.07}
+"""Correlation of the gap with the next tokens that noise stays below (measured: .00 to .03 in bf16, .04 to .06 in int8)."""
+RAISED = {"precision": (0.15, 0.005), "quantised": (1.0, 0.012)}
+"""Scale, and KL in nats a token, above either of which a correlation beyond WHITE needs no z. Healthy rollouts showed .04
+to .11 and .0005 in bf16; .2 to .7 and, in 97 of 100 dumps, .008 in int8."""
+EXCESS_KL = {"precision": 0.01, "quantised": 0.04}
+"""KL that no noise explains, white or not."""
+FAVOURED = 0.05
+"""Correlation of equal token ids across prompts that kernels stay below (measured: -.03 to .02 in bf16)."""
 BEYOND_NOISE = 1.2
 """Fresh noise of this scale comes from no kernel or 8-bit quantisation that was measured (up to .72)."""
-APART = math.log(1.6)
-TOKENS_A_ROW = 8
-
-
-class Rows:
-    """Log of the mean |gap| of each response that has enough informative tokens, with its standard error."""
-
-    def __init__(self, sample: Sample, tokens: np.ndarray):
-        size = np.minimum(np.abs(sample.gap_N[tokens]), 4.0)
-        row = sample.row_N[tokens]
-        count = len(sample.lengths)
-        n = np.bincount(row, minlength=count)
-        mean = np.bincount(row, size, count) / np.maximum(n, 1)
-        square = np.bincount(row, size * size, count) / np.maximum(n, 1)
-        self.rows = np.flatnonzero((n >= TOKENS_A_ROW) & (mean > 0))
-        mean, n = mean[self.rows], n[self.rows]
-        self.scale = np.log(mean)
-        self.error = np.sqrt(np.maximum(square[self.rows] - mean**2, 0) / n) / mean
-        self.step = sample.columns["step"][self.rows]
-        self.group = sample.columns["group"][self.rows]
-        self.lag = sample.columns["lag"][self.rows]
-        steps, at = np.unique(self.step, return_inverse=True)
-        self.steps, counts = steps, np.bincount(at)
-        self.by_step = np.bincount(at, self.scale) / np.maximum(counts, 1)
-        self.step_error = np.sqrt(
-            np.bincount(at, (self.scale - self.by_step[at]) ** 2) / np.maximum(counts - 1, 1) / counts
-        )
-        self.centred = self.scale - self.by_step[at]
 
 
 def other_logits(sample: Sample) -> Finding | None:
@@ -53,59 +33,46 @@ def other_logits(sample: Sample) -> Finding | None:
 
     Rounding errors of two kernels, or of int8, are fresh at every token: the signed gap is uncorrelated along a response.
     Other weights, keys of older weights or another prompt shift whole stretches of text in the same direction: the
-    correlation with the next token exceeds WHITE. That, a scale beyond the ordinary, a scale that grows over steps, or
+    correlation with the next three tokens exceeds WHITE. That, a scale beyond the ordinary, a scale that grows over steps, or
     two kinds of responses within a step say that something is wrong; which of them holds says what.
     """
     free = sample.free()
     if len(free) < 100:
         return None
-    line = fit_line(sample, free)
-    residual_N = np.zeros(len(sample.row_N))
-    residual_N[free] = sample.gap_N[free] - line.at(sample.odds_N[free])
+    residual_N = residual_gap(sample, free)
     scale = robust_scale(residual_N[free])
-    floor = floor_name(sample.engine, 0.0)
-    correlation, z = next_token_correlation(sample, free, residual_N, scale)
+    floor = floor_name(sample.engine, 0.0 if sample.engine else 1.0)
+    white = WHITE[floor]
+    correlation, z = lean(sample, free, residual_N, scale, white)
     rows = Rows(sample, free)
     if len(rows.rows) < 4:
         return None
-    excess = scale > (NORMAL[floor] if sample.engine else NORMAL["quantised"])
-    # Beyond the ordinary scale the question is no longer whether, only which kind.
-    systematic = (z > 3.5 and correlation > WHITE) or (excess and correlation > 0.08)
-    mixed = _mixture(rows)
-    growth = _growth(rows)
-    p = normal_tail(z) if systematic else 1e-4
-    if mixed is not None and (systematic or excess or mixed[2] > math.log(2)):
-        upper, kind, distance = mixed
-        return _part(sample, rows, upper, kind, distance, p)
-    if not (systematic or excess or growth):
+    kl = divergence(sample)
+    raised = scale > RAISED[floor][0] or kl > RAISED[floor][1]
+    excess = scale > NORMAL[floor] or kl > EXCESS_KL[floor]
+    # Beyond the usual scale the question is no longer whether, only which kind.
+    systematic = correlation > white and (z > 3.5 or raised)
+    if floor == "precision" and sample.engine and not systematic:
+        # Kernels favour no token id; int8 does, as other weights do, so there this says nothing.
+        alike, z_alike = favoured(sample, free, residual_N, scale)
+        systematic, z = alike > FAVOURED and z_alike > 3.5, max(z, min(z_alike, 8.0))
+    kinds, rise = two_kinds(rows), growth(rows)
+    p = min(normal_tail(z), 1e-3) if systematic else 1e-4
+    if kinds is not None and (systematic or excess or kinds[2] > math.log(2)):
+        upper, kind, distance = kinds
+        if _ordinary(sample, rows.rows[~upper], free, floor):
+            return _part(sample, rows, upper, kind, distance, p, floor)
+    if not (systematic or excess or rise):
         return None
     lowest = math.exp(float(rows.by_step.min())) if len(rows.steps) > 1 else math.inf
-    share = excess_share(sample, free, lowest)
+    share = excess_share(sample, free, lowest) * sample.mass_of(np.arange(len(sample.lengths)))
     every = rows.rows
-    measured = f"mean |log-odds gap| {math.exp(float(np.mean(rows.scale))):.2f}, correlation with the next token {correlation:.2f}"
-    if growth is not None:
-        first, ratio = growth
-        return Finding(
-            "weights",
-            1 - 12 * p,
-            describe(sample, every[rows.step > first], None),
-            f"The gap grows over steps, to {ratio:.1f} times that of step {first}, and is systematic ({measured}): the "
-            "sampler stays behind while the learner moves on; updates were never delivered.",
-            "Check that the trained weights (adapter included) reach the engine at every sync; compare a canary batch.",
-            every[rows.step > first],
-            share,
-        )
-    if _heavy_tails(residual_N[free]):
-        return Finding(
-            "prompt",
-            0.75,
-            describe(sample, every),
-            f"The gap is systematic ({measured}), and concentrated in few, decisive tokens, in all groups: the same "
-            "model under another context.",
-            "Compare the learner's input ids with the engine's prompt ids: chat template, system message, BOS.",
-            every,
-            share,
-        )
+    measured = (
+        f"mean |log-odds gap| {math.exp(float(np.mean(rows.scale))):.2f}, KL {kl:.1e} nats a token, correlation with the "
+        f"next tokens {correlation:.2f}"
+    )
+    if rise is not None:
+        return _growing(sample, rows, rise, measured, p, share)
     if not systematic and scale < BEYOND_NOISE:
         return Finding(
             "unknown",
@@ -117,80 +84,124 @@ def other_logits(sample: Sample) -> Finding | None:
             every,
             share,
         )
+    prompt = chance_of_prompt(describe_shape(sample, free, residual_N, scale), sample.ids_N is not None)
+    if prompt > 0.5:
+        return Finding(
+            "prompt",
+            min(prompt, 1 - 12 * p),
+            describe(sample, every),
+            f"The gap is systematic ({measured}), in all groups, and made as by another context for the same weights: it "
+            f"fades along the response, and the token ids it favours differ from prompt to prompt{_or(prompt, 'weights')}.",
+            "Compare the learner's input ids with the engine's prompt ids: chat template, system message, BOS.",
+            every,
+            share,
+        )
     return Finding(
         "weights",
-        min(0.9, 1 - 12 * p) if systematic else 0.6,
+        min(1 - prompt, 1 - 12 * p),
         describe(sample, every),
         f"The gap is systematic ({measured}), in all responses and positions"
         + (", the same at every step" if len(rows.steps) > 1 else "")
-        + ": part of the weights (layers, an adapter) did not arrive, or the sampler is a fixed number of versions behind.",
+        + ": part of the weights (layers, an adapter) did not arrive, or the sampler is a fixed number of versions behind"
+        + _stamped(rows)
+        + f"{_or(1 - prompt, 'prompt')}.",
         "Check which parameters the engine received (names, shards, adapter) and reset its caches; compare a canary batch.",
         every,
         share,
     )
 
 
-def next_token_correlation(
-    sample: Sample, free: np.ndarray, residual_N: np.ndarray, scale: float
-) -> tuple[float, float]:
-    """Correlation of the clipped residual gap with that of the next token, and z against WHITE, clustered by prompt."""
-    pair = free[:-1][(free[1:] == free[:-1] + 1) & (sample.row_N[free[1:]] == sample.row_N[free[:-1]])]
-    if len(pair) < 50 or scale == 0:
-        return 0.0, 0.0
-    bounded_N = np.clip(residual_N, -4 * scale, 4 * scale)
-    product = bounded_N[pair] * bounded_N[pair + 1]
-    square = (bounded_N[pair] ** 2 + bounded_N[pair + 1] ** 2) / 2
-    unit = sample.cluster_N[pair]
-    z = clustered_z(np.bincount(unit, product), np.bincount(unit, square), WHITE)
-    return float(product.sum() / square.sum()), z
+def _or(chance: float, other: str) -> str:
+    """Names the runner-up where the choice is not sure."""
+    return "" if chance > 0.9 else f"; {other} would look much the same ({1 - chance:.0%})"
 
 
-def _growth(rows: Rows) -> tuple[int, float] | None:
-    """Scale rises from the first step to the last, by half at least and by more than 4 standard errors."""
-    if len(rows.steps) < 2 or len(rows.rows) < 8:
-        return None
-    third = max(1, len(rows.steps) // 3)
-    early, late = rows.by_step[:third], rows.by_step[-third:]
-    rise = late.mean() - early.mean()
-    error = math.sqrt((rows.step_error[:third] ** 2).sum() + (rows.step_error[-third:] ** 2).sum()) / third
-    if rise < math.log(1.5) or (error > 0 and rise < 4 * error):
-        return None
-    return int(rows.steps[0]), math.exp(rise)
+def _stamped(rows: Rows) -> str:
+    lag = rows.lag[np.isfinite(rows.lag)]
+    return f" (the stamped versions say up to {int(lag.max())})" if len(lag) and lag.max() > 0 else ""
 
 
-def _mixture(rows: Rows) -> tuple[np.ndarray, str, float] | None:
-    """Two kinds of responses within steps -> (mask of the upper kind, `group` or `row`, distance in logs).
+def _growing(sample: Sample, rows: Rows, rise: tuple, measured: str, p: float, share: float) -> Finding:
+    first, ratio, knee = rise
+    hit = rows.rows[rows.step > first]
+    if knee is None:
+        story = "the sampler stays behind while the learner moves on; updates were never delivered"
+        remedy = (
+            "Check that the trained weights (adapter included) reach the engine at every sync; compare a canary batch."
+        )
+    else:
+        level = int(rows.steps[knee])
+        story = f"it stays level from step {level} on, as with a sampler that is always about {max(knee, 1)} versions behind"
+        remedy = (
+            "If that staleness is wanted (asynchronous rollouts), correct for it; otherwise sync before every rollout."
+        )
+    return Finding(
+        "weights",
+        1 - 12 * p,
+        describe(sample, hit),
+        f"The gap grows over steps, to {ratio:.1f} times that of step {first}, and is systematic ({measured}): "
+        f"{story}{_stamped(rows)}.",
+        remedy,
+        hit,
+        share,
+    )
 
-    The split must beat a normal sample's best split (parametric bootstrap, 0.5% by prompt, 0.2% by response), and the means must lie apart by APART
-    and by four times what the finite length of responses makes of one scale.
+
+def _ordinary(sample: Sample, rows: np.ndarray, free: np.ndarray, floor: str) -> bool:
+    """Whether these responses show noise only: their gap is of ordinary size and white."""
+    tokens = free[np.isin(sample.row_N[free], rows)]
+    if len(tokens) < 50:
+        return True
+    residual_N = residual_gap(sample, tokens)
+    scale = robust_scale(residual_N[tokens])
+    correlation, z = lean(sample, tokens, residual_N, scale, WHITE[floor])
+    raised = scale > RAISED[floor][0] or divergence(sample, rows) > RAISED[floor][1]
+    return not raised and (correlation < 1.5 * WHITE[floor] or z < 2)
+
+
+def divergence(sample: Sample, rows: np.ndarray | None = None) -> float:
+    """KL(sampler, learner), nats a token: mean of -log rho over unclaimed tokens, of some responses or of all."""
+    kept_N = sample.known_N & ~sample.claimed_N
+    if rows is not None:
+        kept_N &= np.isin(sample.row_N, rows)
+    return -float(np.clip(sample.log_rho_N[kept_N], -20, 20).mean()) if kept_N.any() else 0.0
+
+
+def lean(sample: Sample, free: np.ndarray, residual_N: np.ndarray, scale: float, white: float) -> tuple[float, float]:
+    """Correlation of the residual gap, bounded at twice its scale, with that of the next three tokens of the response.
+
+    -> (correlation, z against `white`, clustered by prompt). The bound keeps few overturned tokens from being all of it.
     """
-    noise = math.sqrt(float(np.mean(rows.error**2)))
-    groups, at = np.unique(rows.group, return_inverse=True)
-    counts = np.bincount(at)
-    if len(groups) >= 4 and np.median(counts) >= 2:
-        mean = np.bincount(at, rows.centred) / counts
-        p, upper, distance = two_groups(mean)
-        within = math.sqrt(float(np.mean((rows.centred - mean[at]) ** 2)) * 2)
-        if p < 0.005 and distance > max(APART, 4 * noise / math.sqrt(2)) and within < distance / 2:
-            return upper[at], "group", distance
-    p, upper, distance = two_groups(rows.centred)
-    if p < 0.002 and distance > max(APART, 4 * noise):
-        return upper, "row", distance
-    return None
+    if len(free) < 50 or scale == 0:
+        return 0.0, 0.0
+    bounded_N = np.clip(residual_N, -2 * scale, 2 * scale)
+    is_free_N = np.zeros(len(residual_N), bool)
+    is_free_N[free] = True
+    units = int(sample.cluster_N.max()) + 1
+    product_U, square_U = np.zeros(units), np.zeros(units)
+    for lag in (1, 2, 3):
+        at = free[free + lag < len(residual_N)]
+        at = at[is_free_N[at + lag] & (sample.row_N[at + lag] == sample.row_N[at])]
+        unit, here, there = sample.cluster_N[at], bounded_N[at], bounded_N[at + lag]
+        product_U += np.bincount(unit, here * there, units)
+        square_U += np.bincount(unit, (here**2 + there**2) / 2, units)
+    return float(product_U.sum() / max(square_U.sum(), 1e-300)), clustered_test(product_U, square_U, white)
 
 
-def _part(sample: Sample, rows: Rows, upper: np.ndarray, kind: str, distance: float, p: float) -> Finding:
+def _part(sample: Sample, rows: Rows, upper: np.ndarray, kind: str, distance: float, p: float, floor: str) -> Finding:
     hit = rows.rows[upper]
     size = np.exp(rows.scale)
-    share = float((size[upper] - np.exp(np.mean(rows.scale[~upper]))).sum() / size.sum())
+    share = max(0.0, float((size[upper] - np.exp(np.mean(rows.scale[~upper]))).sum() / size.sum()))
+    share *= sample.mass_of(np.arange(len(sample.lengths)))
     sizes = f"{math.exp(distance):.1f} times that of the others of the same step"
     if kind == "group":
         return Finding(
             "cache",
-            max(0.9, 1 - 12 * p),
+            max(0.9, 1 - 12 * p) if floor == "precision" else 0.75,
             describe(sample, hit),
-            f"Some prompts' responses have a gap {sizes}, all samples of a prompt alike: what they share, the "
-            "prompt's cached prefix, was computed under other weights.",
+            f"Some prompts' responses have a gap {sizes}, which show noise only; all samples of a prompt alike: what they "
+            "share, the prompt's cached prefix, was computed under other weights. Another prompt for these alone would "
+            "look the same.",
             "Reset the engine's prefix cache after every weight update (vLLM: reset_prefix_cache).",
             hit,
             share,
@@ -206,17 +217,6 @@ def _part(sample: Sample, rows: Rows, upper: np.ndarray, kind: str, distance: fl
     )
 
 
-def _heavy_tails(residual: np.ndarray) -> bool:
-    """Rather another prompt than other weights.
-
-    Other weights disturb every token; another instruction leaves most tokens near agreement and overturns a few (format,
-    wording). Kurtosis of the residual gap, which is clipped at 8: 11 to 38 in halves of the real prompt case, 5 to 8 in those
-    of three cases of weights; the bound is between. This is the weakest of the decisions.
-    """
-    square = residual**2
-    return float(np.mean(square**2)) > TAILS * float(np.mean(square)) ** 2
-
-
 def unbalanced(sample: Sample) -> Finding | None:
     """`unknown`: E[rho] differs from 1, which no noise explains, and no cause was found for it."""
     tokens = np.flatnonzero(sample.known_N & ~sample.claimed_N)
@@ -224,7 +224,7 @@ def unbalanced(sample: Sample) -> Finding | None:
         return None
     log_rho = np.clip(sample.log_rho_N[tokens], -20, 20)
     unit, rho = sample.cluster_N[tokens], np.exp(log_rho)
-    z = clustered_z(np.bincount(unit, rho - 1), np.bincount(unit).astype(float))
+    z = clustered_test(np.bincount(unit, rho - 1), np.bincount(unit).astype(float))
     noise = float(np.mean(log_rho**2)) / 2
     if abs(z) < 5 or abs(float(rho.mean()) - 1) < 0.5 * noise:
         return None
@@ -236,5 +236,5 @@ def unbalanced(sample: Sample) -> Finding | None:
         f"E[rho] is {rho.mean():.4f} (z {z:.1f}) and must be 1; no temperature, truncation, shift or constant explains it.",
         "Check which distribution each side's log-probs belong to (penalties, logit bias, bad words, grammar masks).",
         rows,
-        share=min(1.0, abs(float(rho.mean()) - 1) / max(float(np.abs(log_rho).mean()), 1e-12)),
+        share=min(1.0, abs(float(rho.mean()) - 1) / max(float(np.abs(log_rho).mean()), 1e-12)) * sample.mass_of(rows),
     )

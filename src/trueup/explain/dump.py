@@ -43,7 +43,8 @@ class Batch:
     row_B: np.ndarray
     """int64, number of the row in the dump."""
     columns: dict[str, np.ndarray]
-    """ROW columns, each [B], and `lag` [B]: versions the sampler was behind the learner, NaN where not stamped."""
+    """ROW columns, each [B]; `lag` [B]: versions the sampler was behind the learner, NaN where not stamped; `engine` [B]:
+    names, empty where unknown."""
     ids_N: np.ndarray | None = None
     engine: str = ""
 
@@ -105,9 +106,7 @@ def _batch(path: Path, table: pa.Table, form: str | None) -> Batch:
     mask_N = flat["loss_mask"].astype(bool) if "loss_mask" in flat else np.ones(int(offsets[-1]), bool)
     if "row_in_loss" in table.column_names:
         mask_N = mask_N & np.repeat(_numbers(table.column("row_in_loss"), 1.0) > 0, lengths_B)
-    engine = ""
-    if "engine" in table.column_names and table.num_rows:
-        engine = next((name for name in table.column("engine").unique().to_pylist() if name), "")
+    columns["engine"] = _engines(table)
     return Batch(
         offsets=offsets,
         sampler_N=flat["sampler_logprobs"],
@@ -117,8 +116,16 @@ def _batch(path: Path, table: pa.Table, form: str | None) -> Batch:
         row_B=np.arange(len(lengths_B)),
         columns=columns,
         ids_N=flat.get("response_ids"),
-        engine=engine,
+        engine=next((name for name in np.unique(columns["engine"]) if name), ""),
     )
+
+
+def _engines(table: pa.Table) -> np.ndarray:
+    """Engine names [B], empty where none is known."""
+    if "engine" not in table.column_names or not table.num_rows:
+        return np.full(table.num_rows, "")
+    coded = table.column("engine").cast(pa.string()).fill_null("").combine_chunks().dictionary_encode()
+    return np.array(coded.dictionary.to_pylist())[coded.indices.to_numpy()]
 
 
 def _aligned(token: dict[str, Ragged], lengths_B: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:

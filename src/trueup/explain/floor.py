@@ -13,6 +13,8 @@ from trueup.explain.where import describe
 
 NORMAL = {"precision": 0.25, "quantised": 1.0}
 """Largest ordinary scale of the log-odds gap (measured: .03 to .08 in bf16; .21 in int8 at 0.5B, .42 to .72 at 1M)."""
+COPIED = 0.9
+"""Two computations of informative tokens do not agree to the last bit more often than this, not even in one engine."""
 TYPICAL = {"precision": 0.08, "quantised": 0.21}
 
 
@@ -43,6 +45,14 @@ def floor(sample: Sample, named: list[Finding]) -> Finding:
     )
     where = describe(sample, np.arange(len(sample.lengths)))
     evidence = f"Fresh noise at every token, scale {scale:.2f} in log-odds, {size}."
+    if len(free) and float(np.mean(sample.log_rho_N[free] == 0)) > COPIED:
+        evidence = (
+            "The two log-probs are the same to the last bit: one is a copy of the other and nothing was recomputed, "
+            "so no fault can show here."
+        )
+        remedy = (
+            "Recompute log pi_old with the learner (not bypass mode, nor the rollout's log-probs as old log-probs)."
+        )
     if tilted:
         evidence = "What is left beside the causes above; its size cannot be told apart from them here."
     return Finding(name, 0.99, where, evidence, remedy, np.arange(len(sample.lengths)))

@@ -119,6 +119,15 @@ class Sample:
         """Indices of informative tokens that no cause has claimed."""
         return np.flatnonzero(self.informative_N & ~self.claimed_N)
 
+    def mass(self, tokens_N: np.ndarray) -> float:
+        """Share of the summed |log rho|, bounded by 20 a token, that these tokens (a mask) hold."""
+        size_N = np.minimum(np.abs(self.log_rho_N), 20.0)
+        return float(size_N[tokens_N].sum()) / (float(size_N.sum()) or 1.0)
+
+    def mass_of(self, rows: np.ndarray) -> float:
+        """The same for the unclaimed tokens of these rows."""
+        return self.mass(np.isin(self.row_N, rows) & ~self.claimed_N)
+
     def rows_of(self, tokens: np.ndarray) -> np.ndarray:
         """Sample rows that hold these tokens (indices or a mask)."""
         return np.unique(self.row_N[tokens])

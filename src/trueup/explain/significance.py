@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -22,6 +23,21 @@ def clustered_z(sum_B: np.ndarray, n_B: np.ndarray, null: float = 0.0) -> float:
     error = math.sqrt(len(s) / (len(s) - 1) * float(residual @ residual)) / n.sum()
     mean = s.sum() / n.sum() - null
     return mean / error if error > 0 else math.copysign(math.inf, mean) if mean else 0.0
+
+
+def clustered_test(sum_B: np.ndarray, n_B: np.ndarray, null: float = 0.0) -> float:
+    """`clustered_z` as a normal would have it: with few clusters the error itself is uncertain (Student's t)."""
+    return as_normal(clustered_z(sum_B, n_B, null), int((n_B > 0).sum()) - 1)
+
+
+def as_normal(t: float, freedom: int) -> float:
+    """Student's t with so many degrees of freedom -> the normal value of about the same tail (Wallace 1959)."""
+    if freedom < 1:
+        return 0.0
+    if not math.isfinite(t):
+        return t if freedom > 7 else 0.0
+    size = math.sqrt(freedom * math.log1p(t * t / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
+    return math.copysign(size, t)
 
 
 def binomial_tail(hits: int, count: int, chance: float) -> float:
@@ -46,14 +62,17 @@ def two_groups(values: np.ndarray, draws: int = 1000) -> tuple[float, np.ndarray
     The split minimises the squares within (Otsu). The statistic is the share of variance between; its null distribution
     is that of normal samples of the same size, drawn with a fixed seed (parametric bootstrap).
     """
-    if len(values) < 4:
+    if len(values) < 4 or np.ptp(values) == 0:
         return 1.0, np.zeros(len(values), bool), 0.0
     between, cut = _best_split(values[None, :])
     upper = values > cut[0]
-    size = min(len(values), 500)
-    null, _ = _best_split(np.random.default_rng(0).standard_normal((draws, size)))
-    p = (1 + (null >= between[0]).sum()) / (draws + 1)
+    p = (1 + (_null_splits(min(len(values), 500), draws) >= between[0]).sum()) / (draws + 1)
     return p, upper, float(values[upper].mean() - values[~upper].mean())
+
+
+@functools.lru_cache(maxsize=64)
+def _null_splits(size: int, draws: int) -> np.ndarray:
+    return _best_split(np.random.default_rng(0).standard_normal((draws, size)))[0]
 
 
 def _best_split(values_DN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,12 +6,15 @@ import numpy as np
 
 from trueup.explain.finding import Finding
 from trueup.explain.sample import Sample
-from trueup.explain.significance import binomial_tail, clustered_z
+from trueup.explain.significance import binomial_tail, clustered_test
 from trueup.explain.where import describe
 
 RUN = 4
 """A run of so many equal values is no coincidence of scattered placeholders: at 20% of the tokens, 0.2^3 = 0.8%."""
 VALUES_TRIED = 64
+NOTICED = 256
+LESS_LIKELY = 0.3
+"""Nats a token by which foreign text must be less likely than the response's own."""
 LEVEL = 1e-5
 """For one value; over VALUES_TRIED values, two sides and two places the family stays below 0.3%."""
 
@@ -46,7 +49,7 @@ def constants(sample: Sample) -> list[Finding]:
 
     A log-prob is a continuous number. When tokens share one exact value v, their other log-prob must still scatter about
     v just as it does for tokens whose value is close to v. The test compares how often |log rho| exceeds what 99% of
-    those neighbours stay below, four times over; binomial at LEVEL. Where nearby values hardly
+    those neighbours stay below, four times over, among tokens with at least 1/NOTICED of that; binomial at LEVEL. Where nearby values hardly
     ever repeat, five tokens in different contexts that share one are
     enough, when half of them stray beyond 90% of the neighbours. Samples of one prompt share contexts and with them exact
     values on both sides: such tokens count once. Values above 0 need no test: no probability exceeds 1.
@@ -83,42 +86,61 @@ def constants(sample: Sample) -> list[Finding]:
 
 def _repeated(sample: Sample, own_N: np.ndarray, other_N: np.ndarray, among_N: np.ndarray, control_N: np.ndarray):
     """Values that repeat exactly and contradict the other side -> (value, mask of its tokens)."""
-    pool = own_N[among_N]
-    if len(pool) < 3:
-        return
-    values, counts = np.unique(pool, return_counts=True)
+    values, counts = np.unique(own_N[among_N], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:VALUES_TRIED]
+    often = often[counts[often] >= 3]
+    if not len(often):
+        return
     size_N = np.abs(sample.log_rho_N)
-    control_N = control_N & sample.known_N
-    for value in values[often[counts[often] >= 3]]:
-        here_N = among_N & (own_N == value)
-        near_N = control_N & (np.abs(own_N - value) <= max(0.02, 0.2 * abs(value))) & (own_N != value)
-        if near_N.sum() < 30:
-            near_N = control_N & (own_N != value)
-        near = size_N[near_N]
+    control = np.flatnonzero(control_N & sample.known_N)
+    control = control[np.argsort(own_N[control], kind="stable")]
+    control_own, among = own_N[control], np.flatnonzero(among_N)
+    for value in values[often]:
+        here = among[own_N[among] == value]
+        near = _neighbours(control_own, value)
+        if len(near) < 30:
+            near = np.flatnonzero(control_own != value)
         if len(near) < 30:
             continue
+        near_own, near = control_own[near], size_N[control[near]]
         # Away from 0 float32 values do not repeat at all, unless the engine rounds them: then its neighbours repeat too.
-        if value < -0.02 and len(np.unique(own_N[near_N])) > 0.8 * len(near):
-            astray = np.median(size_N[here_N]) > np.quantile(near, 0.9)
-            if astray and _contexts(sample, other_N, here_N) >= 5:
-                yield value, here_N
+        if value < -0.02 and 1 + (np.diff(near_own) > 0).sum() > 0.8 * len(near):
+            astray = np.median(size_N[here]) > np.quantile(near, 0.9)
+            if astray and _contexts(sample, other_N, here) >= 5:
+                yield value, _mask(here, len(own_N))
             continue
         bound = max(4 * float(np.quantile(near, 0.99)), 0.05)
-        if bound > 8:
+        hits = here[size_N[here] > bound]
+        if bound > 8 or len(hits) < 3:
             continue
-        chance = (1 + (near > bound).sum()) / (len(near) + 1)
-        hits_N = here_N & (size_N > bound)
-        hits, count = _contexts(sample, other_N, hits_N), _contexts(sample, other_N, here_N)
-        if hits >= 3 and hits > 5 * chance * count and binomial_tail(hits, count, chance) < LEVEL:
-            yield value, hits_N
+        hit = _contexts(sample, other_N, hits)
+        # All tokens, and those that differ at all: most tokens near 0 are certain on both sides and tell nothing.
+        for least in (0.0, bound / NOTICED):
+            alike, same = near[near >= least], here[size_N[here] >= least]
+            chance, count = (1 + (alike > bound).sum()) / (len(alike) + 1), _contexts(sample, other_N, same)
+            if hit >= 3 and hit > 5 * chance * count and binomial_tail(hit, count, chance) < LEVEL / 2:
+                yield value, _mask(hits, len(own_N))
+                break
 
 
-def _contexts(sample: Sample, other_N: np.ndarray, here_N: np.ndarray) -> int:
+def _neighbours(ordered: np.ndarray, value: float) -> np.ndarray:
+    """Indices of the entries of a sorted array that are near `value` and not equal to it."""
+    reach = max(0.02, 0.2 * abs(value))
+    low, high = np.searchsorted(ordered, value - reach), np.searchsorted(ordered, value + reach, "right")
+    first, last = np.searchsorted(ordered, value), np.searchsorted(ordered, value, "right")
+    return np.r_[low:first, last:high]
+
+
+def _mask(tokens: np.ndarray, count: int) -> np.ndarray:
+    mask_N = np.zeros(count, bool)
+    mask_N[tokens] = True
+    return mask_N
+
+
+def _contexts(sample: Sample, other_N: np.ndarray, at: np.ndarray) -> int:
     """Tokens of one value, those of the same prompt and position with the same other log-prob counted once."""
-    at = np.flatnonzero(here_N)
     keys = sample.columns["group"][sample.row_N[at]], sample.position_N[at], np.round(4 * other_N[at])
-    return len(np.unique(np.stack(keys), axis=1).T)
+    return len(set(zip(*(key.tolist() for key in keys))))
 
 
 def _observed(sample: Sample, constant_N: np.ndarray, scored_N: np.ndarray, bad_N=None) -> Finding | None:
@@ -142,8 +164,8 @@ def _observed(sample: Sample, constant_N: np.ndarray, scored_N: np.ndarray, bad_
         return None
     mean = lambda keep_N, n: np.bincount(sample.row_N[keep_N], sample.learner_N[keep_N], count)[both] / n[both]  # noqa: E731
     difference = mean(inside_N, n_in) - mean(outside_N, n_out)
-    z = clustered_z(difference, np.ones(both.sum()))
-    if not z < -4 or difference.mean() > -1:
+    z = clustered_test(difference, np.ones(both.sum()))
+    if not z < -4 or difference.mean() > -LESS_LIKELY:
         return None
     rows = sample.rows_of(run_N)
     sample.claimed_N |= run_N

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from trueup.explain.columns import parse_columns
 from trueup.explain.difference import other_logits, unbalanced
 from trueup.explain.distribution import temperature, truncated_support
 from trueup.explain.dump import expand, read_batches
+from trueup.explain.engines import explain_engines
 from trueup.explain.finding import FLOORS, Finding
 from trueup.explain.floor import floor
 from trueup.explain.sample import Sample, Sampler
@@ -18,6 +19,8 @@ from trueup.explain.statistics import Statistics
 from trueup.explain.values import constants, missing
 
 SCHEMA = 1
+ROWS_LEFT = 8
+"""Responses that another look needs."""
 
 
 def explain(
@@ -32,7 +35,7 @@ def explain(
     """
     statistics, sampler = scan(dumps, columns, progress)
     sample = sampler.sample()
-    findings = find_causes(sample, tokenizer)
+    findings = explain_engines(sample, lambda part: find_causes(part, tokenizer))
     return {
         "schema": SCHEMA,
         "healthy": all(finding.cause in FLOORS for finding in findings),
@@ -61,54 +64,27 @@ def scan(dumps, columns=None, progress=None) -> tuple[Statistics, Sampler]:
 def find_causes(sample: Sample, tokenizer: str | None = None) -> list[Finding]:
     """All causes, largest share first, the floor among them. Shares add up to 1."""
     found: list[Finding] = []
-    size_N = np.minimum(np.abs(sample.log_rho_N), 20.0)
-    total = float(size_N.sum()) or 1.0
     scored = max(int(sample.mask_N.sum()), 1)
     comparable = 1 - float((sample.mask_N & ~sample.known_N).sum()) / scored
-    left = 1.0
-
-    def take(finding: Finding | None, claimed_before: np.ndarray) -> None:
-        nonlocal left
-        if finding is None:
-            return
-        newly_N = sample.claimed_N & ~claimed_before
-        if newly_N.any():
-            finding.share = float(size_N[newly_N].sum()) / total
-        else:
-            finding.share *= left
-        left = max(0.0, left - finding.share)
-        again = next((other for other in found if other.cause == finding.cause), None)
-        if again is None:
-            found.append(finding)
-        else:  # two signatures of one cause: one row, with the words of the first
-            again.share += finding.share
-            again.rows = np.union1d(again.rows, finding.rows)
-
     absent = missing(sample)
-    before = sample.claimed_N.copy()
-    values = constants(sample)
-    claimed = before
-    for finding in values:
-        own_N = sample.known_N & np.isin(sample.row_N, finding.rows) & sample.claimed_N & ~claimed
-        finding.share = float(size_N[own_N].sum()) / total
-        left = max(0.0, left - finding.share)
-        claimed = claimed | own_N
-        found.append(finding)
-    for signature in (shifted, bursts):
-        before = sample.claimed_N.copy()
-        take(signature(sample), before)
-    before = sample.claimed_N.copy()
-    for signature in (temperature, truncated_support, other_logits, unbalanced):
-        finding = signature(sample)
-        take(finding, before)
-        if finding is not None:
-            break  # These four explain the same tokens; the more specific comes first (docs/explain.md).
+    for signature in (constants, shifted, bursts):
+        before_N = sample.claimed_N.copy()
+        findings = signature(sample) or []
+        for finding in findings if isinstance(findings, list) else [findings]:
+            claimed_N = sample.claimed_N & ~before_N
+            if isinstance(findings, list):
+                claimed_N &= np.isin(sample.row_N, finding.rows)
+            finding.share = sample.mass(claimed_N)
+            before_N |= claimed_N
+            _add(found, finding)
+    for finding in _distributions(sample):
+        _add(found, finding)
     if tokenizer is not None:
         from trueup.explain.retokenise import prove
 
         prove(sample, tokenizer, found)
     ground = floor(sample, found)
-    ground.share = left
+    ground.share = max(0.0, 1 - sum(finding.share for finding in found))
     found.append(ground)
     for finding in found:
         finding.share *= comparable
@@ -119,3 +95,34 @@ def find_causes(sample: Sample, tokenizer: str | None = None) -> list[Finding]:
         finding.rows = sample.number_B[finding.rows]
         finding.confidence = float(np.clip(finding.confidence, 0.5, 0.9999))
     return sorted(found, key=lambda finding: -finding.share)
+
+
+def _distributions(sample: Sample) -> Iterator[Finding]:
+    """Causes that concern whole responses: each claims its responses, and what is left is looked at again.
+
+    In one response they explain the same tokens, so the first that holds is named, the more specific first
+    (docs/explain.md); in other responses, or steps, another may hold.
+    """
+    signatures = [temperature, truncated_support, other_logits, unbalanced]
+    if len(sample.rows_of(sample.known_N & ~sample.claimed_N)) * 2 < len(sample.lengths):
+        return  # Most responses are scored at other positions; in the rest the same may hold, too little to be proved.
+    while signatures:
+        finding = next((finding for finding in (signature(sample) for signature in signatures) if finding), None)
+        if finding is None:
+            return
+        yield finding
+        sample.claimed_N |= sample.known_N & np.isin(sample.row_N, finding.rows)
+        if len(sample.rows_of(sample.free())) < ROWS_LEFT:
+            return
+        # E[rho] of responses that were picked by their gap is not 1, so `unbalanced` cannot be asked again.
+        used = {"temperature": temperature, "truncated-support": truncated_support}.get(finding.cause, other_logits)
+        signatures = [signature for signature in signatures if signature not in (used, unbalanced)]
+
+
+def _add(found: list[Finding], finding: Finding) -> None:
+    again = next((other for other in found if other.cause == finding.cause), None)
+    if again is None:
+        found.append(finding)
+    else:  # two signatures of one cause: one row, with the words of the first
+        again.share += finding.share
+        again.rows = np.union1d(again.rows, finding.rows)

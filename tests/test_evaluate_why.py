@@ -76,8 +76,8 @@ def test_a_move_is_the_sum_of_leads_where_they_part_and_the_difference_where_the
     found = diverge(one, two)
     assert (found.responses, found.identical, found.positions, found.lengths) == (2, 1, [2], [4])
     assert found.moves == [pytest.approx(0.3)]
-    # Agreeing positions: moves .5, .1, 0, 0; fewer than 200 are close, so all count: the .999 quantile of four values.
-    assert found.noise_bound == pytest.approx(0.1 + (0.5 - 0.1) * 0.997)
+    # Agreeing positions: moves .5, .1, 0, 0; fewer than 200 are close, so all count, and the largest is the bound.
+    assert found.noise_bound == pytest.approx(0.5)
     assert found.tie_bound is None and found.calls == {"tie": 1}  # within the noise of this pair
     assert not found.flips
 

@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         "name the causes of the gap in rollout dumps",
         "trueup explain runs/first/rollouts/*.parquet --gate 'kl<0.01' --gate 'ess>0.5'",
     )
-    explain.add_argument("dumps", nargs="+", metavar="DUMP", help="parquet, JSONL or slime's .pt files, folders or globs")
+    explain.add_argument(
+        "dumps", nargs="+", metavar="DUMP", help="parquet, JSONL or slime's .pt files, folders or globs"
+    )
     explain.add_argument(
         "--columns",
         help="OURS=THEIRS,... or a format (trl, verl, prime-rl, slime, nemo-rl); found by itself where it can be",

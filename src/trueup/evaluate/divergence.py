@@ -22,7 +22,6 @@ CLOSE = 2.0
 """Nats. Noise is measured at positions with a smaller margin than this: confident positions are noisier, and never flip."""
 FEW = 200
 """With fewer close positions than this, noise is measured at all positions."""
-QUANTILE = 0.999
 KINDS = ("verifier", "truncation", "stop", "format", "reasoning")
 
 
@@ -241,7 +240,7 @@ def _bound(measured: tuple[np.ndarray, np.ndarray]) -> float | None:
     moves, margins = measured
     close = moves[margins < CLOSE]
     chosen = close if len(close) >= FEW else moves
-    return float(np.quantile(chosen, QUANTILE)) if len(chosen) else None
+    return float(chosen.max()) if len(chosen) else None
 
 
 def _call(move: float | None, tie_bound: float | None, noise_bound: float | None) -> str:

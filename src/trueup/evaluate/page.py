@@ -41,8 +41,9 @@ class EvaluationPage:
 
     title: str
     facts: str
+    headline: str
     verdicts: Sequence[str]
-    """Sentences; the first one is the headline."""
+    """A sentence a pair."""
     level: str
     """`ok`: no difference is resolved; `look`: one is; `fault`: a cause that is no arithmetic was found."""
     engines: Sequence[dict[str, str]]
@@ -93,8 +94,7 @@ class EvaluationPage:
 
     def _verdict(self) -> str:
         found = [check for check in self.checks if check.status == DIFFERS]
-        headline, *others = self.verdicts or ["No pairs to compare."]
-        more = "".join(f"<li>{html.escape(text)}</li>" for text in others)
+        more = "".join(f"<li>{html.escape(text)}</li>" for text in self.verdicts)
         causes = "".join(
             f'<li><b class="badge fault">\u2715 {html.escape(check.name)}</b> {html.escape(check.evidence)}</li>'
             for check in found
@@ -102,7 +102,7 @@ class EvaluationPage:
         sign = {"ok": "\u2713", "look": "!", "fault": "\u2715"}[self.level]
         return (
             f'<section class="verdict {self.level}" aria-label="Verdict"><p class="headline">'
-            f'<span class="sign" aria-hidden="true">{sign}</span><span>{html.escape(headline)}</span></p>'
+            f'<span class="sign" aria-hidden="true">{sign}</span><span>{html.escape(self.headline)}</span></p>'
             f'<ul class="said">{causes}{more}</ul></section>'
         )
 
@@ -111,7 +111,9 @@ class EvaluationPage:
         for check in self.checks:
             level, badge = _BADGES[check.status]
             remedy = (
-                f" {html.escape(_sentence(check.remedy))}" if check.remedy and check.status in (DIFFERS, NOTE) else ""
+                f" \u2192 {html.escape(_sentence(check.remedy))}"
+                if check.remedy and check.status in (DIFFERS, NOTE)
+                else ""
             )
             rows.append(
                 f'<li><span class="badge {level}">{badge}</span><b>{html.escape(check.name)}</b>'

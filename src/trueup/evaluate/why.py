@@ -123,6 +123,7 @@ def write_page(path: str | Path, evaluations: Sequence[Evaluation], comparison: 
     page = EvaluationPage(
         title=title,
         facts=f"{comparison['items']:,} problems, {answers}",
+        headline=_headline(comparison),
         verdicts=[text if text.endswith(".") else f"{text}." for text in verdicts],
         level="fault" if found.causes else "look" if any(pair["resolved"] for pair in comparison["pairs"]) else "ok",
         engines=[_engine_row(row) for row in comparison["engines"]],
@@ -132,6 +133,19 @@ def write_page(path: str | Path, evaluations: Sequence[Evaluation], comparison: 
         settings=settings,
     )
     return page.write(path)
+
+
+def _headline(comparison: dict) -> str:
+    pairs = [pair for pair in comparison["pairs"] if not pair["null"]]
+    resolved = [pair for pair in pairs if pair["resolved"]]
+    if not pairs:
+        return "One engine, run twice" if comparison["pairs"] else "One engine: nothing to compare it with"
+    if len(pairs) == 1:
+        return pairs[0]["verdict"].partition("; ")[0]
+    if not resolved:
+        return f"No difference resolved in any of {len(pairs)} pairs on {comparison['items']:,} problems"
+    named = ", ".join(f"{pair['a']} and {pair['b']}" for pair in resolved)
+    return f"{len(resolved)} of {len(pairs)} pairs differ: {named}"
 
 
 def _engine_row(row: dict) -> dict[str, str]:

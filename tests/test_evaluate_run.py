@@ -203,8 +203,13 @@ def test_a_stop_string_ends_text_ids_and_log_probs_together(tokenizer):
 def test_the_answer_that_the_verifier_read_is_kept():
     task = load_task(f"gsm8k:{DATA / 'gsm8k_test_small.jsonl'}")
     assert extract(task, "so 3\n#### 18") == "18"
-    assert extract(task, r"so \boxed{4}") == "4"
-    assert extract(task, "so 18") is None
+    assert extract(task, r"so \boxed{4}") is None  # not the form that it asks for
+    assert extract(load_task("sums"), "1+2=3;#3") == "3" and extract(load_task("sums"), "3") is None
+    assert extract(Unmarked(), r"#### 3, or \boxed{4}") == "4" and extract(Unmarked(), "so 18") is None
+
+
+class Unmarked:
+    """A task that does not say what it reads: the last marked answer is taken."""
 
 
 # --- multiple choice ---------------------------------------------------------------------------------------------

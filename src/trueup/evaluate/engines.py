@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trueup.evaluate.plan import Asked, Plan, problems_of, sha256_of
 from trueup.evaluate.records import Answer, Evaluation, Item
-from trueup.samplers.base import EngineError, Sampler, parse_spec
+from trueup.samplers.base import EngineError, Sampler, Sampling, parse_spec
 
 PARTS = "parts"
 
@@ -79,10 +79,10 @@ def answer_missing(folder: Path, run: Run) -> Iterator[dict]:
 
         encoded = [task.encode(problem, tokenizer) for problem in problems]
         longest = max(len(context) + len(ids) for choices in encoded for context, ids in choices)
-        sampler = start(run.spec, plan, longest + 1)
+        sampler = start(run.spec, plan, asked, longest + 1)
         respond = Chooser(sampler, task, problems, encoded)
     else:
-        sampler = start(run.spec, plan, max(map(len, asked.prompts)) + plan.max_tokens)
+        sampler = start(run.spec, plan, asked, max(map(len, asked.prompts)) + plan.max_tokens)
         respond = _Writer(sampler, plan, asked, task, problems, tokenizer)
     chunks = run.chunks(plan, len(asked))
     for chunk in run.missing(folder, plan, len(asked)):
@@ -99,13 +99,14 @@ def answer_missing(folder: Path, run: Run) -> Iterator[dict]:
     sampler.close()
 
 
-def start(spec: str, plan: Plan, context: int) -> Sampler:
+def start(spec: str, plan: Plan, asked: Asked, context: int) -> Sampler:
     """The engine with the checkpoint's weights in it."""
     import torch
 
     from trueup.learner.model import Policy, load_causal_lm, resolve
     from trueup.samplers import open_sampler
     from trueup.samplers.transformers import TransformersSampler
+    from trueup.sync import load_once
 
     engine, precision = parse_spec(spec)
     if engine == "transformers":
@@ -119,7 +120,8 @@ def start(spec: str, plan: Plan, context: int) -> Sampler:
         options["gpu_memory"] = 0.85  # nobody else lives on it: the learner's copy is on the CPU and goes
     sampler = open_sampler(spec, resolve(plan.model), context=context, max_sequences=rows, **options)
     learner = Policy(load_causal_lm(plan.model, "bf16"))
-    sampler.load(learner.weights(), 0)
+    room = max(1, context - max(map(len, asked.prompts)))
+    load_once(learner, sampler, asked.prompts, Sampling(max_tokens=room, stop_token_ids=plan.stop_token_ids), context)
     return sampler
 
 

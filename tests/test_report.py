@@ -462,7 +462,7 @@ def measured(spec: str, seed: int) -> Measured:
     rollouts = dump(seed=seed, engine=spec)
     random = torch.Generator().manual_seed(seed)
     rungs = {"bf16": rollouts.learner_logprobs}
-    for rung in ["fp32", *(["int8 simulated"] if spec.endswith("int8") else []), "prefill"]:
+    for rung in ["fp32", *(["simulated"] if spec.endswith("int8") else []), "prefill"]:
         rungs[rung] = list(rungs.values())[-1] + 0.01 * torch.randn(rollouts.tokens, generator=random)
     rungs["decode"] = rollouts.sampler_logprobs
     twice = [rungs["prefill"] + 0.01, rungs["prefill"]] if spec.endswith("int8") else None

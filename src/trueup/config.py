@@ -267,9 +267,10 @@ class RunConfig(Section):
                 "activation scales, if any, as it goes; use 1, or precision=int8-static"
             )
         if self.delivery.every > 1 and self.log.checkpoint_every % self.delivery.every:
+            fitting = -(-self.log.checkpoint_every // self.delivery.every) * self.delivery.every
             raise ValueError(
                 f"log.checkpoint_every={self.log.checkpoint_every} is no multiple of delivery.every={self.delivery.every}: a "
-                "run resumed between deliveries would sample from fresher weights than one never interrupted"
+                f"run resumed between deliveries would sample from fresher weights than one never interrupted; use {fitting}"
             )
         if self.reward.overlong_buffer >= self.batch.response_length:
             raise ValueError(

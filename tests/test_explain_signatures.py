@@ -217,3 +217,26 @@ def test_one_placeholder_in_a_hundred_is_seen_among_certain_tokens(tmp_path):
     at = table.column_names.index("sampler_logprobs")
     table = table.set_column(at, "sampler_logprobs", pa.array(rows, pa.list_(pa.float32())))
     assert [f["cause"] for f in causes_of(table, tmp_path / "d.parquet")] == ["placeholder"]
+
+
+@pytest.mark.parametrize("memory, expected", [(0.0, []), (0.9, ["cache"])])
+def test_two_kinds_of_prompts_that_differ_in_noise_alone_are_no_stale_cache(tmp_path, memory, expected):
+    """Every other prompt has a gap four times as large: fresh at every token, or leaning one way over stretches."""
+    rng, rows, length = np.random.default_rng(0), 64, 80
+    odds = rng.normal(0.5, 1.5, (rows, length))
+    noise = rng.standard_normal((rows, length))
+    for t in range(1, length):
+        noise[:, t] = memory * noise[:, t - 1] + math.sqrt(1 - memory**2) * noise[:, t]
+    upper = (np.arange(rows) // 2 % 2 == 1)[:, None]
+    gap = np.where(upper, 0.12 * noise, 0.03 * rng.standard_normal((rows, length)))
+    logp = lambda x: -np.log1p(np.exp(-x))  # noqa: E731
+    path = tmp_path / "dump.parquet"
+    table = {
+        "sampler_logprobs": pa.array(logp(odds - gap / 2).tolist(), pa.list_(pa.float32())),
+        "learner_logprobs": pa.array(logp(odds + gap / 2).tolist(), pa.list_(pa.float32())),
+        "group": pa.array(np.arange(rows) // 2, pa.int32()),
+        "engine": pa.array(["vllm:bf16"] * rows),
+    }
+    pq.write_table(pa.table(table), path)
+    causes = [cause["cause"] for cause in explain([str(path)])["causes"]]
+    assert [cause for cause in causes if cause != "precision"] == expected

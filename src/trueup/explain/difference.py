@@ -60,7 +60,9 @@ def other_logits(sample: Sample) -> Finding | None:
     p = min(normal_tail(z), 1e-3) if systematic else 1e-4
     if kinds is not None and (systematic or excess or kinds[2] > math.log(2)):
         upper, kind, distance = kinds
-        if _ordinary(sample, rows.rows[~upper], free, floor):
+        # Two kinds of prompts differ in their noise too: the upper kind must show more than noise, the lower no more.
+        noise = [_ordinary(sample, rows.rows[kind_B], free, floor) for kind_B in (upper, ~upper)]
+        if noise == [False, True]:
             return _part(sample, rows, upper, kind, distance, p, floor)
     if not (systematic or excess or rise):
         return None
